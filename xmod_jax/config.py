@@ -1,0 +1,291 @@
+"""Frozen, validated configuration of a model, a training run and its data.
+
+Values are plain Python; `to_dict` and `from_dict` give the JSON form that a run directory keeps,
+`config_hash` its identity.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import json
+import math
+import types
+import typing
+from typing import Any, TypeVar
+
+from xmod_jax.hierarchy import Hierarchy
+
+GPT2_VOCABULARY = 50_257
+BYTE_VOCABULARY = 257  # 256 bytes and the end-of-text token
+T = TypeVar("T")
+
+
+class Update(enum.StrEnum):
+    """How a sparse layer's block changes a routed token (SPEC 3)."""
+
+    XMOD = "xmod"  # x <- x + g * r * (a + f)
+    MOD = "mod"  # x <- x + a + r * f
+
+
+class Compute(enum.StrEnum):
+    """Precision of activations and matrix products; parameters and routers stay float32."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+def _positive(owner: object, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if not math.isfinite(value) or value <= 0:
+            raise ValueError(f"{type(owner).__name__}.{name} must be positive, got {value}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Backbone:
+    """Sizes of the Qwen3-style layer (SPEC 2, table 4), all counts of elements.
+
+    Attributes:
+      d_model: D, width of the residual stream.
+      head_dim: E, width of a head.
+      num_heads: H, query heads.
+      num_kv_heads: G, key/value heads; divides H.
+      d_ff: F, width of the SwiGLU FFN.
+      vocab_size: V.
+      rope_base: base of the rotary embedding's wavelengths.
+      norm_eps: epsilon of every RMSNorm.
+    """
+
+    d_model: int
+    head_dim: int
+    num_heads: int
+    num_kv_heads: int
+    d_ff: int
+    vocab_size: int = GPT2_VOCABULARY
+    rope_base: float = 1e6
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        _positive(self, *(field.name for field in dataclasses.fields(self)))
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
+
+    @classmethod
+    def from_name(cls, name: str) -> Backbone:
+        """A backbone of table 4: ``"165M"``, ``"298M"``, ``"556M"``, ``"936M"``, ``"1.65B"``."""
+        if name not in BACKBONES:
+            raise ValueError(f"unknown backbone {name!r}; known: {', '.join(BACKBONES)}")
+        return BACKBONES[name]
+
+
+BACKBONES = {
+    "165M": Backbone(512, 64, 16, 8, 1536),
+    "298M": Backbone(768, 64, 16, 8, 2304),
+    "556M": Backbone(1024, 128, 16, 8, 3072),
+    "936M": Backbone(1536, 128, 16, 8, 3840),
+    "1.65B": Backbone(2048, 128, 16, 8, 6144),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """A sparse layer's router and update (SPEC 3; defaults and evidence in WORKSPACE.md).
+
+    Attributes:
+      update: the X-MoD or the MoD update rule.
+      bias_scale: tau of the token-choice bias ``tau * b_i``; 0 switches it off.
+      gate_init: initial value of the learnable gate scale g_l (X-MoD only).
+      router_init_std: standard deviation of the initial router vectors.
+      calibration_decay: decay per step of the running mean behind the calibrated threshold.
+    """
+
+    update: Update = Update.XMOD
+    bias_scale: float = 1.0
+    gate_init: float = 1.0
+    router_init_std: float = 0.02
+    calibration_decay: float = 0.95
+
+    def __post_init__(self) -> None:
+        _positive(self, "router_init_std")
+        if self.bias_scale < 0 or not math.isfinite(self.bias_scale):
+            raise ValueError(f"bias_scale must be at least 0, got {self.bias_scale}")
+        if not 0 <= self.calibration_decay < 1:
+            raise ValueError(f"calibration_decay must be in [0, 1), got {self.calibration_decay}")
+
+    @classmethod
+    def mod(cls) -> Routing:
+        """Mixture-of-Depths: its own update, no token-choice bias, no gate scale (SPEC 4)."""
+        return cls(update=Update.MOD, bias_scale=0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A model: sizes of a layer, arrangement of the layers, routing, precision."""
+
+    backbone: Backbone
+    hierarchy: Hierarchy
+    routing: Routing = Routing()
+    compute: Compute = Compute.FLOAT32
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """Optimiser and schedule (SPEC 6).
+
+    Attributes:
+      matrices: ``"muon"`` or ``"adamw"``, for the matrices inside layers; the rest is AdamW's.
+      peak_lr: peak learning rate.
+      warmup: share of the tokens in linear warm-up.
+      final: learning rate at the end, as a share of the peak (cosine in between).
+      weight_decay: decoupled weight decay, times the learning rate.
+      clip: largest global gradient norm.
+    """
+
+    matrices: str = "muon"
+    peak_lr: float = 3.2e-3
+    warmup: float = 0.01
+    final: float = 0.1
+    weight_decay: float = 0.1
+    clip: float = 1.0
+
+    def __post_init__(self) -> None:
+        _positive(self, "peak_lr", "clip")
+        if self.matrices not in ("muon", "adamw"):
+            raise ValueError(f"matrices must be 'muon' or 'adamw', got {self.matrices!r}")
+        if not 0 <= self.warmup < 1 or not 0 <= self.final <= 1 or self.weight_decay < 0:
+            raise ValueError(
+                "warmup must be in [0, 1), final in [0, 1] and weight_decay at least 0, got "
+                f"{self.warmup}, {self.final}, {self.weight_decay}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """One training run.
+
+    Attributes:
+      context_length: L, tokens of a sequence.
+      batch_size: sequences of one optimiser step.
+      steps: optimiser steps; tokens = steps * batch_size * context_length.
+      accumulation: micro-batches that a step's batch is cut into; divides batch_size.
+      alignment: coefficient of the router alignment loss.
+      eval_every: steps between evaluations (the last step always evaluates); 0 for the end only.
+      eval_sequences: held-out sequences of an evaluation.
+      checkpoint_every: steps between checkpoints (the last step always saves); 0 for the end only.
+      keep_checkpoints: newest checkpoints kept.
+      seed: of parameters and data order.
+    """
+
+    context_length: int
+    batch_size: int
+    steps: int
+    accumulation: int = 1
+    alignment: float = 1e-4
+    eval_every: int = 0
+    eval_sequences: int = 64
+    checkpoint_every: int = 0
+    keep_checkpoints: int = 2
+    seed: int = 0
+    optimizer: OptimizerConfig = OptimizerConfig()
+
+    def __post_init__(self) -> None:
+        _positive(
+            self,
+            "context_length",
+            "batch_size",
+            "steps",
+            "accumulation",
+            "eval_sequences",
+            "keep_checkpoints",
+        )
+        if self.batch_size % self.accumulation:
+            raise ValueError(
+                f"batch_size {self.batch_size} is not a multiple of accumulation "
+                f"{self.accumulation}"
+            )
+        for name in ("alignment", "eval_every", "checkpoint_every", "seed"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimiser step."""
+        return self.batch_size * self.context_length
+
+    @property
+    def tokens(self) -> int:
+        """Training tokens of the whole run."""
+        return self.steps * self.tokens_per_step
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Where tokens come from: ``"embedded"`` or a prepared directory."""
+
+    source: str = "embedded"
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """Everything that defines a run; what a run directory's config.json holds.
+
+    Attributes:
+      experiment: name of the experiment the run belongs to.
+      name: name of the run within it (what ``--only`` and ``--run`` take).
+      architecture: ``"dense"``, ``"mod"``, ``"xmod"``, ...
+      family: backbone family; runs are compared with the dense curve of their family.
+      scale: ``"mini"`` or ``"paper"``.
+    """
+
+    experiment: str
+    name: str
+    architecture: str
+    family: str
+    scale: str
+    model: ModelConfig
+    train: TrainConfig
+    data: DataConfig = DataConfig()
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Nested plain dictionary of a configuration, ready for JSON."""
+    return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+def from_dict(kind: type[T], values: dict[str, Any]) -> T:
+    """Rebuilds a configuration from `to_dict`'s form.
+
+    Raises:
+      ValueError: unknown or missing fields, or values the configuration refuses.
+    """
+    return typing.cast(T, _build(kind, values, kind.__name__))
+
+
+def _build(kind: Any, value: Any, where: str) -> Any:
+    if dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        if not isinstance(value, dict) or set(value) - set(hints):
+            raise ValueError(f"{where}: unknown or malformed fields in {value!r}")
+        built = {key: _build(hints[key], entry, f"{where}.{key}") for key, entry in value.items()}
+        try:
+            return typing.cast(Any, kind)(**built)
+        except TypeError as error:
+            raise ValueError(f"{where}: {error}") from error
+    if typing.get_origin(kind) is tuple:
+        return tuple(_build(typing.get_args(kind)[0], entry, where) for entry in value)
+    if isinstance(kind, types.UnionType):
+        present = [option for option in typing.get_args(kind) if option is not type(None)]
+        return None if value is None else _build(present[0], value, where)
+    return kind(value) if isinstance(kind, type) and issubclass(kind, enum.Enum) else value
+
+
+def config_hash(config: RunConfig) -> str:
+    """Identity of a run's computation: model, training and data, not its labels."""
+    parts = [to_dict(config.model), to_dict(config.train), to_dict(config.data)]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
