@@ -1,0 +1,291 @@
+"""Parameters and FLOPs of a model from its configuration alone; no arrays (SPEC section 5).
+
+There are TWO FLOP counts, and their names keep them apart:
+
+- **Paper FLOPs** (`flops_per_token`, `training_flops`; ``flops`` in the records): the forward pass
+  of the layers, attention over the full L x L square, without the head. Comparisons are matched in
+  this count: ``C = phi * tokens``.
+- **Hardware FLOPs** (`forward_hardware_flops_per_token`, `train_hardware_flops_per_token`;
+  ``hardware_flops`` in the records): what a device executes, with backward pass, head and causal
+  attention by blocks. Speed and `mfu` come from this count, never from the other.
+
+Neither counts embedding look-up, norms, rotations, router vectors, selection or the optimiser.
+
+An architecture joins by adding its layers to `layer_kinds`; all else follows from that table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from fractions import Fraction
+
+from xmod_jax.config import Backbone, ModelConfig, Update
+
+ATTENTION_BLOCK = 512  # default edge of an attention block, in tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerKind:
+    """`count` equal layers of a model and what a token costs in one of them.
+
+    Attributes:
+      name: ``"dense"`` or ``"sparse"``.
+      count: number of such layers in the model.
+      matrices: parameters in the matrices of one layer.
+      vectors: parameters of one layer outside matrices: norms, router vector, gate scale.
+      matmul_share: share of `matrices` that a token of the sequence passes on average.
+      attention_share: attention work relative to all L queries over all L keys.
+      sparsity: K; the layer executes ``ceil(L / K)`` rows of a sequence.
+    """
+
+    name: str
+    count: int
+    matrices: int
+    vectors: int
+    matmul_share: Fraction
+    attention_share: Fraction
+    sparsity: int
+
+
+def layer_matrices(backbone: Backbone) -> int:
+    """Parameters in the matrices of one layer: q, k, v, o and SwiGLU's gate, up, down."""
+    queries = backbone.num_heads * backbone.head_dim
+    keys = backbone.num_kv_heads * backbone.head_dim
+    return backbone.d_model * (2 * queries + 2 * keys + 3 * backbone.d_ff)
+
+
+def layer_kinds(model: ModelConfig) -> tuple[LayerKind, ...]:
+    """The model's layers by kind; kinds without a layer are left out (SPEC 5).
+
+    A sparse layer counts 1/K of its matrices and 1/K^2 of full attention: 1/K of the queries, each
+    over 1/K of the keys.
+    """
+    hierarchy = model.hierarchy
+    matrices = layer_matrices(model.backbone)
+    norms = 2 * model.backbone.d_model + 2 * model.backbone.head_dim
+    router = model.backbone.d_model + (model.routing.update is Update.XMOD)
+    share = Fraction(1, hierarchy.sparsity)
+    kinds = (
+        LayerKind(
+            "dense", hierarchy.dense_layers, matrices, norms, Fraction(1), Fraction(1), sparsity=1
+        ),
+        LayerKind(
+            "sparse",
+            hierarchy.sparse_layers,
+            matrices,
+            norms + router,
+            share,
+            share**2,
+            hierarchy.sparsity,
+        ),
+    )
+    return tuple(kind for kind in kinds if kind.count)
+
+
+def _vocabulary_matrices(backbone: Backbone) -> int:
+    return 2 * backbone.vocab_size * backbone.d_model
+
+
+def total_parameters(model: ModelConfig) -> int:
+    """N as the paper counts: matrices of every layer, input embedding, output head (SPEC 5)."""
+    layers = sum(kind.count * kind.matrices for kind in layer_kinds(model))
+    return layers + _vocabulary_matrices(model.backbone)
+
+
+def exact_parameters(model: ModelConfig) -> int:
+    """Elements of every trainable array of the model: `total_parameters` plus all vectors.
+
+    The vectors are the norms of each layer and the final one, the routers, and the gate scales
+    (X-MoD update only). State without a gradient (the calibrated thresholds) is not counted.
+    """
+    vectors = sum(kind.count * kind.vectors for kind in layer_kinds(model))
+    return total_parameters(model) + vectors + model.backbone.d_model
+
+
+def active_parameters(model: ModelConfig) -> int:
+    """Matrix parameters that a token passes on average, embedding and head included (rounded)."""
+    layers = sum(kind.count * kind.matrices * kind.matmul_share for kind in layer_kinds(model))
+    return round(layers) + _vocabulary_matrices(model.backbone)
+
+
+def n_act(model: ModelConfig) -> int:
+    """N_act: total parameters of the dense model of equal backbone and active depth (SPEC 5)."""
+    layers = model.hierarchy.active_depth * layer_matrices(model.backbone)
+    return round(layers) + _vocabulary_matrices(model.backbone)
+
+
+def _paper_flops(
+    backbone: Backbone, context_length: int, matmul: Fraction, attention: Fraction
+) -> float:
+    full_attention = 4 * context_length * backbone.num_heads * backbone.head_dim
+    return float(2 * matmul + full_attention * attention)
+
+
+def flops_per_token(model: ModelConfig, context_length: int) -> float:
+    """phi: PAPER FLOPs of one token, forward pass of the layers (SPEC 5).
+
+    ``phi = 2 * (matrix parameters a token passes) + 4 * L * H * E * (effective attention layers)``.
+
+    Args:
+      model: the model.
+      context_length: L, in tokens.
+    """
+    kinds = layer_kinds(model)
+    matmul = sum((kind.count * kind.matrices * kind.matmul_share for kind in kinds), Fraction(0))
+    attention = sum((kind.count * kind.attention_share for kind in kinds), Fraction(0))
+    return _paper_flops(model.backbone, context_length, matmul, attention)
+
+
+def dense_flops_per_token(model: ModelConfig, context_length: int) -> float:
+    """phi (PAPER FLOPs) of the dense model of equal backbone and active depth."""
+    depth = model.hierarchy.active_depth
+    matmul = depth * layer_matrices(model.backbone)
+    return _paper_flops(model.backbone, context_length, matmul, depth)
+
+
+def phi_ratio(model: ModelConfig, context_length: int) -> float:
+    """phi relative to the dense model of equal backbone and active depth (table 1)."""
+    return flops_per_token(model, context_length) / dense_flops_per_token(model, context_length)
+
+
+def token_exposure(model: ModelConfig, context_length: int) -> float:
+    """Training tokens relative to that dense model at equal PAPER FLOPs: ``1 / phi_ratio``."""
+    return 1 / phi_ratio(model, context_length)
+
+
+def training_flops(model: ModelConfig, context_length: int, tokens: float) -> float:
+    """C: PAPER FLOPs of training on `tokens` tokens, ``C = phi * tokens`` (forward only)."""
+    return flops_per_token(model, context_length) * tokens
+
+
+def tokens_for_flops(model: ModelConfig, context_length: int, flops: float) -> float:
+    """Training tokens that `flops` PAPER FLOPs buy; not rounded to steps."""
+    return flops / flops_per_token(model, context_length)
+
+
+def steps_for_flops(
+    model: ModelConfig, context_length: int, flops: float, tokens_per_step: int, cover: bool = False
+) -> int:
+    """Optimiser steps of `tokens_per_step` tokens that `flops` PAPER FLOPs buy, at least 1.
+
+    Args:
+      model: the model.
+      context_length: L, in tokens.
+      flops: PAPER FLOPs.
+      tokens_per_step: tokens of one step.
+      cover: round up, so that the run spends at least `flops`; else round down. A dense reference
+        rounds up and every other run down: then the dense curve covers each of them.
+    """
+    steps = tokens_for_flops(model, context_length, flops) / tokens_per_step
+    return max(1, math.ceil(steps) if cover else math.floor(steps))
+
+
+def attention_pairs(length: int, block: int = ATTENTION_BLOCK) -> int:
+    """Query-key pairs that causal attention by blocks computes for one sequence.
+
+    Blocks of `block` x `block` above the diagonal are skipped, those on it computed whole, a last
+    incomplete block is padded; up to one block of tokens is one product of exactly `length`^2.
+    """
+    if length <= block:
+        return length * length
+    blocks = -(-length // block)
+    return blocks * (blocks + 1) // 2 * block * block
+
+
+@dataclasses.dataclass(frozen=True)
+class _Executed:
+    """Executed forward FLOPs of one sequence, by what the backward pass does with them."""
+
+    matmul: float
+    attention: float
+    sparse_attention: float
+    head: float
+
+
+def _executed(model: ModelConfig, context_length: int, block: int) -> _Executed:
+    backbone = model.backbone
+    matmul = attention = sparse_attention = 0
+    for kind in layer_kinds(model):
+        rows = -(-context_length // kind.sparsity)
+        pairs = attention_pairs(rows, block)
+        products = kind.count * 4 * pairs * backbone.num_heads * backbone.head_dim
+        matmul += kind.count * 2 * kind.matrices * rows
+        attention += products
+        sparse_attention += products if kind.name == "sparse" else 0
+    head = 2 * backbone.vocab_size * backbone.d_model * context_length
+    return _Executed(matmul, attention, sparse_attention, head)
+
+
+def forward_hardware_flops_per_token(
+    model: ModelConfig, context_length: int, block: int = ATTENTION_BLOCK
+) -> float:
+    """HARDWARE FLOPs of a forward pass (training capacity ``ceil(L/K)``), a token's share.
+
+    Args:
+      model: the model.
+      context_length: L, in tokens.
+      block: edge of an attention block, in tokens (see `attention_pairs`).
+    """
+    done = _executed(model, context_length, block)
+    return (done.matmul + done.attention + done.head) / context_length
+
+
+def train_hardware_flops_per_token(
+    model: ModelConfig,
+    context_length: int,
+    block: int = ATTENTION_BLOCK,
+    recompute: bool = True,
+) -> float:
+    """HARDWARE FLOPs of a training step, forward and backward, a token's share.
+
+    The backward pass costs twice the forward in matrix products, 2.5 times in attention (its
+    scores are formed again from the saved statistics).
+
+    Args:
+      model: the model.
+      context_length: L, in tokens.
+      block: edge of an attention block, in tokens (see `attention_pairs`).
+      recompute: count what rematerialisation executes again: the matrices of every layer, the
+        attention of sparse layers (that of dense layers is saved), the head by chunks. True is
+        what a device does (``hardware_flops`` of the records); False is the model's own work, the
+        count that `mfu` wants.
+    """
+    done = _executed(model, context_length, block)
+    flops = 3 * done.matmul + 3.5 * done.attention + 3 * done.head
+    if recompute:
+        flops += done.matmul + done.sparse_attention + done.head
+    return flops / context_length
+
+
+def mfu(model_flops_per_s: float, peak_flops: float) -> float:
+    """Model FLOPs utilisation: share of the devices' peak spent on the model's own work.
+
+    Args:
+      model_flops_per_s: HARDWARE FLOPs per second counted WITHOUT recomputation: tokens per second
+        times `train_hardware_flops_per_token` with ``recompute=False``. Paper FLOPs do not belong
+        here, nor do parameters that no token passes.
+      peak_flops: peak FLOPs per second of all devices together.
+    """
+    if not peak_flops > 0:
+        raise ValueError(f"peak_flops must be positive, got {peak_flops}")
+    return model_flops_per_s / peak_flops
+
+
+def summary(model: ModelConfig, context_length: int) -> dict[str, float]:
+    """The accounting that a run directory keeps: plain numbers, JSON-ready.
+
+    ``flops_per_token`` is the paper's count, ``hardware_flops_per_token`` one training step's with
+    recomputation.
+    """
+    return {
+        "layers": model.hierarchy.depth,
+        "n_act": n_act(model),
+        "total_params": total_parameters(model),
+        "active_params": active_parameters(model),
+        "exact_params": exact_parameters(model),
+        "flops_per_token": flops_per_token(model, context_length),
+        "phi_ratio": phi_ratio(model, context_length),
+        "token_exposure": token_exposure(model, context_length),
+        "hardware_flops_per_token": train_hardware_flops_per_token(model, context_length),
+    }
