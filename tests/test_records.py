@@ -1,0 +1,210 @@
+"""A run directory survives deaths, full disks and second workers."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import pathlib
+import resource
+import subprocess
+import sys
+import tempfile
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xmod_jax import accounting, records
+from xmod_jax.config import Backbone, ModelConfig, RunConfig, TrainConfig, config_hash
+from xmod_jax.errors import UserError
+from xmod_jax.hierarchy import Hierarchy
+
+MODEL = ModelConfig(
+    Backbone(16, 4, 4, 2, 24, vocab_size=31), Hierarchy.from_name("A1K4", active_depth=6, prefix=2)
+)
+CONFIG = RunConfig(
+    "k_sweep", "xmod_a1k4", "xmod", "tiny", "mini", MODEL, TrainConfig(32, 4, steps=8)
+)
+
+
+def step_records(count):
+    return [{"step": step, "loss": 1 / (step + 1)} for step in range(count)]
+
+
+@contextlib.contextmanager
+def largest_file(size):
+    """Files cannot grow beyond `size` bytes, as on a full disk: a short write, then an error."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_config_json_holds_hash_config_and_accounting(tmp_path):
+    records.prepare(tmp_path / "run", CONFIG)
+    content = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert set(content) == {"hash", "config", "accounting"}
+    run = records.RunRecord.load(tmp_path / "run")
+    assert run.config == CONFIG
+    assert run.hash == config_hash(CONFIG)
+    assert run.accounting == accounting.summary(MODEL, 32)
+
+
+def test_another_configuration_is_refused_naming_the_first_difference(tmp_path):
+    records.prepare(tmp_path, CONFIG)
+    before = (tmp_path / "config.json").read_bytes()
+    records.prepare(tmp_path, dataclasses.replace(CONFIG, experiment="relabelled"))
+    other = dataclasses.replace(CONFIG, train=TrainConfig(32, 4, steps=8, seed=3))
+    with pytest.raises(UserError, match=r"train\.seed is 0 there, 3 here") as refusal:
+        records.prepare(tmp_path, other)
+    assert str(tmp_path) in str(refusal.value) and "\n" not in str(refusal.value)
+    assert (tmp_path / "config.json").read_bytes() == before
+
+
+def test_a_failed_atomic_write_leaves_the_old_file_and_no_other(tmp_path):
+    records.write_json(tmp_path / "a.json", {"a": 1})
+    with largest_file(8), pytest.raises(OSError):
+        records.write_json(tmp_path / "a.json", {"a": "x" * 100})
+    assert records.read_json(tmp_path / "a.json") == {"a": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+@given(st.integers(0, 5), st.integers(1, 200))
+def test_a_torn_last_line_is_ignored_and_removed_by_the_next_append(count, cut):
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "train.jsonl"
+        for record in step_records(count):
+            records.append(path, record)
+        whole = path.read_bytes() if count else b""
+        torn = json.dumps({"step": count, "text": "y" * 300}).encode()[:cut]
+        path.write_bytes(whole + torn)
+        assert records.read_lines(path) == step_records(count)
+        records.append(path, {"step": count})
+        assert records.read_lines(path) == [*step_records(count), {"step": count}]
+
+
+@given(st.integers(0, 6), st.integers(-1, 8), st.booleans())
+def test_resuming_drops_later_steps_and_repeats_none(count, step, torn):
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "train.jsonl"
+        for record in step_records(count):
+            records.append(path, record)
+        if torn:
+            with path.open("ab") as file:
+                file.write(b'{"step": 9')
+        records.truncate_after(path, step)
+        assert records.read_lines(path) == step_records(count)[: step + 1]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_numbers_that_are_not_finite_are_refused_and_nothing_is_written(tmp_path, value):
+    path = tmp_path / "train.jsonl"
+    records.append(path, {"step": 0})
+    with pytest.raises(ValueError):
+        records.append(path, {"step": 1, "deep": [{"loss": value}]})
+    with pytest.raises(ValueError):
+        records.mark_done(tmp_path, {"loss": value})
+    assert records.read_lines(path) == [{"step": 0}]
+    assert records.status(tmp_path) is records.Status.UNFINISHED
+
+
+def test_a_full_disk_leaves_no_part_of_a_record(tmp_path):
+    path = tmp_path / "train.jsonl"
+    records.append(path, {"step": 0})
+    with largest_file(path.stat().st_size + 5), pytest.raises(OSError) as refusal:
+        records.append(path, {"step": 1, "text": "z" * 100})
+    assert str(path) in str(refusal.value)
+    assert path.read_bytes().endswith(b"\n")
+    records.append(path, {"step": 1})
+    assert records.read_lines(path) == [{"step": 0}, {"step": 1}]
+
+
+def test_a_broken_line_in_the_middle_is_named(tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_bytes(b'{"step": 0}\n{"ste\n{"step": 2}\n')
+    with pytest.raises(UserError, match=r"train\.jsonl: line 2 is not JSON"):
+        records.read_lines(path)
+
+
+def test_status_follows_the_marks(tmp_path):
+    assert records.status(tmp_path / "nowhere") is records.Status.UNFINISHED
+    records.mark_failed(tmp_path, "loss is not finite at step 3", step=3)
+    assert records.status(tmp_path) is records.Status.FAILED
+    assert records.failure(tmp_path) == "loss is not finite at step 3"
+    records.clear_failed(tmp_path)
+    assert records.status(tmp_path) is records.Status.UNFINISHED
+    records.mark_done(tmp_path, {"step": 8})
+    assert records.status(tmp_path) is records.Status.DONE
+
+
+def test_a_claim_excludes_a_second_one_and_ends_with_its_block(tmp_path):
+    with records.claim(tmp_path):
+        with pytest.raises(records.RunClaimed, match=r"process \d+"), records.claim(tmp_path):
+            pass
+        other = subprocess.run([sys.executable, "-c", CLAIM, tmp_path], capture_output=True)
+        assert other.returncode == 1 and b"RunClaimed" in other.stderr
+    with records.claim(tmp_path):
+        pass
+
+
+CLAIM = """
+import sys, time
+from xmod_jax import records
+with records.claim(sys.argv[1]):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_kill_9_releases_the_claim(tmp_path):
+    worker = subprocess.Popen([sys.executable, "-c", CLAIM, tmp_path], stdout=subprocess.PIPE)
+    assert worker.stdout is not None and worker.stdout.readline() == b"held\n"
+    with pytest.raises(records.RunClaimed), records.claim(tmp_path):
+        pass
+    worker.kill()
+    worker.communicate()
+    with records.claim(tmp_path):
+        pass
+
+
+def test_only_a_finished_run_has_a_final_evaluation(tmp_path):
+    records.prepare(tmp_path, CONFIG)
+    records.append(tmp_path / records.EVAL, {"step": 4, "loss_calibrated": 2.0})
+    records.append(tmp_path / records.EVAL, {"step": 8, "loss_calibrated": 1.0})
+    records.append(tmp_path / records.TRAIN, {"step": 1, "loss": 3.0})
+    run = records.RunRecord.load(tmp_path)
+    assert run.final is None
+    assert [record["step"] for record in run.evals] == [4, 8]
+    assert run.train == [{"step": 1, "loss": 3.0}]
+    records.mark_done(tmp_path, {"step": 8})
+    assert run.final == {"step": 8, "loss_calibrated": 1.0}
+
+
+def test_runs_are_found_in_run_and_sweep_folders_each_once(tmp_path):
+    for name in ("a", "b"):
+        records.prepare(tmp_path / name, CONFIG)
+    found = records.find_runs([tmp_path / "b", tmp_path])
+    assert [run.directory.name for run in found] == ["b", "a"]
+
+
+def test_a_path_that_is_no_run_is_named(tmp_path):
+    for path, why in [
+        (tmp_path / "missing", "no such folder"),
+        (tmp_path, "neither a run directory"),
+    ]:
+        with pytest.raises(UserError, match=why) as refusal:
+            records.find_runs([path])
+        assert str(path) in str(refusal.value)
+    records.write_json(tmp_path / records.SWEEP, {})
+    with pytest.raises(UserError, match="no run yet"):
+        records.find_runs([tmp_path])
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '{"hash": "x"}', '{"hash": 1, "config": {}}'])
+def test_a_config_that_cannot_be_read_is_one_line(tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(UserError, match=r"config\.json") as refusal:
+        records.find_runs([tmp_path])
+    assert "\n" not in str(refusal.value)

@@ -1,0 +1,386 @@
+"""What a run writes and how it is read back: the run directory (DESIGN: the law reads only this).
+
+A run directory holds
+
+- ``config.json``: ``{"hash", "config", "accounting"}``, everything that defines the run;
+- ``train.jsonl``, ``eval.jsonl``: one JSON object a line, append-only, in order of ``step``;
+- ``checkpoints/``;
+- ``DONE`` or ``FAILED``: JSON with the final evaluation or the reason;
+- ``.lock``: held by the worker that trains the run (see `claim`).
+
+A process may die at any instruction: whole files are replaced atomically, and a torn last line of a
+JSON-lines file is ignored by readers and removed by the next writer. Records hold finite numbers
+only; writing NaN or infinity raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import fcntl
+import functools
+import json
+import os
+import pathlib
+import socket
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from xmod_jax import accounting
+from xmod_jax.config import RunConfig, config_hash, from_dict, to_dict
+from xmod_jax.errors import UserError
+
+CONFIG = "config.json"
+TRAIN = "train.jsonl"
+EVAL = "eval.jsonl"
+CHECKPOINTS = "checkpoints"
+DONE = "DONE"
+FAILED = "FAILED"
+LOCK = ".lock"
+SWEEP = "sweep.json"
+# The fields that `config_hash` covers: the others are labels.
+_HASHED = ("model", "train", "data")
+
+Path = str | os.PathLike[str]
+Record = dict[str, Any]
+
+
+class Status(enum.StrEnum):
+    """How far a run is."""
+
+    UNFINISHED = "unfinished"
+    DONE = "done"
+    FAILED = "failed"
+
+
+class RunClaimed(UserError):
+    """Another worker holds the run."""
+
+
+def _encode(value: Mapping[str, Any], indent: int | None = None) -> bytes:
+    """One JSON object and a line feed; ValueError for a number that is not finite."""
+    return (json.dumps(value, allow_nan=False, indent=indent) + "\n").encode()
+
+
+def _write_atomically(path: pathlib.Path, content: bytes) -> None:
+    """Replaces `path` so that a reader or a crash sees the old content or the new, never a part."""
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)
+        # A failed write names no file by itself.
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = os.fspath(path)
+        raise
+    # The rename itself is on disk only once the folder is.
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Writes one JSON object atomically: temporary file, fsync, rename.
+
+    Raises:
+      ValueError: a number that is not finite.
+      OSError: the disk; a file that was there stays as it was.
+    """
+    _write_atomically(pathlib.Path(path), _encode(value, indent=1))
+
+
+def read_json(path: Path) -> Record:
+    """Reads one JSON object.
+
+    Raises:
+      UserError: missing, or not a JSON object.
+    """
+    try:
+        value = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such file") from error
+    except ValueError as error:
+        raise UserError(f"{path}: not a JSON object: {error}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: not a JSON object")
+    return value
+
+
+def append(path: Path, record: Mapping[str, Any]) -> None:
+    """Appends one record as a line of a JSON-lines file, whole or not at all.
+
+    A torn last line, left by a process that died, is removed first. When the disk is full the file
+    is cut back to what it held.
+
+    Raises:
+      ValueError: a number that is not finite; nothing is written.
+      OSError: the disk.
+    """
+    line = _encode(record)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        end = _end_of_lines(descriptor)
+        os.ftruncate(descriptor, end)
+        try:
+            written = 0
+            while written < len(line):
+                written += os.pwrite(descriptor, line[written:], end + written)
+        except OSError as error:
+            os.ftruncate(descriptor, end)
+            error.filename = os.fspath(path)
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _end_of_lines(descriptor: int) -> int:
+    """Offset just after the last line feed of a file."""
+    end = os.fstat(descriptor).st_size
+    while end:
+        start = max(0, end - 4096)
+        position = os.pread(descriptor, end - start, start).rfind(b"\n")
+        if position >= 0:
+            return start + position + 1
+        end = start
+    return 0
+
+
+def read_lines(path: Path) -> list[Record]:
+    """The records of a JSON-lines file, in order; empty when there is no file.
+
+    Raises:
+      UserError: a line that is not a JSON object; a torn last line is ignored instead.
+    """
+    try:
+        content = pathlib.Path(path).read_bytes()
+    except FileNotFoundError:
+        return []
+    records = []
+    # What follows the last line feed is torn, or empty.
+    for number, line in enumerate(content.split(b"\n")[:-1], 1):
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{path}: line {number} is not JSON: {error}") from error
+        if not isinstance(record, dict):
+            raise UserError(f"{path}: line {number} is not a JSON object")
+        records.append(record)
+    return records
+
+
+def truncate_after(path: Path, step: int) -> None:
+    """Drops the records of later steps than `step`, and a torn last line; atomically.
+
+    A resumed run calls this with the step of its checkpoint: the steps that it repeats then stand
+    in the file once.
+    """
+    path = pathlib.Path(path)
+    if path.exists():
+        kept = [record for record in read_lines(path) if record["step"] <= step]
+        _write_atomically(path, b"".join(_encode(record) for record in kept))
+
+
+def prepare(directory: Path, config: RunConfig) -> None:
+    """Makes the run directory of `config`, or checks that it is that already.
+
+    Raises:
+      UserError: the directory holds a run of another configuration; names the first field.
+    """
+    directory = pathlib.Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    check_same_run(directory, config)
+    if not (directory / CONFIG).exists():
+        summary = accounting.summary(config.model, config.train.context_length)
+        content = {"hash": config_hash(config), "config": to_dict(config), "accounting": summary}
+        write_json(directory / CONFIG, content)
+
+
+def check_same_run(directory: Path, config: RunConfig) -> None:
+    """Refuses a directory that holds a run of another configuration; labels may differ.
+
+    Raises:
+      UserError: names the first field that differs.
+    """
+    path = pathlib.Path(directory) / CONFIG
+    if not path.exists():
+        return
+    stored = read_json(path)
+    if stored.get("hash") == config_hash(config):
+        return
+    ours = to_dict(config)
+    theirs = stored.get("config", {})
+    difference = first_difference(
+        {name: theirs.get(name) for name in _HASHED}, {name: ours[name] for name in _HASHED}
+    )
+    raise UserError(
+        f"{directory} holds a run of another configuration ({difference or 'its hash differs'}): "
+        "choose another work directory, or the flags it was made with"
+    )
+
+
+def first_difference(theirs: Any, ours: Any, where: str = "") -> str | None:
+    """The first field that differs between two JSON values, or None.
+
+    For instance ``"train.seed is 1 there, 0 here"``.
+    """
+    if isinstance(theirs, dict) and isinstance(ours, dict):
+        pairs = [(str(k), theirs.get(k), ours.get(k)) for k in sorted({*theirs, *ours})]
+    elif isinstance(theirs, list) and isinstance(ours, list) and len(theirs) == len(ours):
+        pairs = [(str(i), *pair) for i, pair in enumerate(zip(theirs, ours, strict=True))]
+    elif theirs != ours:
+        return f"{where} is {json.dumps(theirs)} there, {json.dumps(ours)} here"
+    else:
+        return None
+    differences = (first_difference(a, b, f"{where}.{key}".lstrip(".")) for key, a, b in pairs)
+    return next(filter(None, differences), None)
+
+
+def mark_done(directory: Path, final: Mapping[str, Any]) -> None:
+    """Marks the run finished; `final` is its last evaluation record."""
+    write_json(pathlib.Path(directory) / DONE, {"final": dict(final)})
+
+
+def mark_failed(directory: Path, reason: str, **details: Any) -> None:
+    """Marks the run failed: `reason` in one line; `details` as JSON values (step, checkpoint)."""
+    write_json(pathlib.Path(directory) / FAILED, {"reason": reason, **details})
+
+
+def clear_failed(directory: Path) -> None:
+    """Removes the mark of a failed run, so that it is tried again."""
+    (pathlib.Path(directory) / FAILED).unlink(missing_ok=True)
+
+
+def status(directory: Path) -> Status:
+    """How far the run in `directory` is; unfinished when nothing is there."""
+    directory = pathlib.Path(directory)
+    if (directory / DONE).exists():
+        return Status.DONE
+    return Status.FAILED if (directory / FAILED).exists() else Status.UNFINISHED
+
+
+def failure(directory: Path) -> str:
+    """Why the run failed, in one line."""
+    return str(read_json(pathlib.Path(directory) / FAILED).get("reason", "unknown reason"))
+
+
+@contextlib.contextmanager
+def claim(directory: Path) -> Iterator[None]:
+    """Holds a run for this worker while the block runs; no two workers can.
+
+    The claim is a kernel lock (flock) on ``.lock``: it ends with the process however that dies,
+    also by kill -9, and a left-over lock file means nothing. A child made by fork alone shares the
+    lock as long as it lives. On NFS Linux passes the lock to the server, so claims hold between
+    nodes unless the mount says ``nolock`` or ``local_lock=flock``; there, give every node its own
+    ``--shard``.
+
+    Raises:
+      RunClaimed: another worker holds it; names host and process.
+    """
+    directory = pathlib.Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    # Never unlinked: a worker could lock the removed file while another locks a new one.
+    with (directory / LOCK).open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            holder = file.read().strip() or "another worker"
+            raise RunClaimed(
+                f"{directory} is being trained by {holder}: wait for it, or choose another run"
+            ) from error
+        file.truncate(0)
+        file.write(f"{socket.gethostname()} process {os.getpid()}\n")
+        file.flush()
+        yield
+
+
+@dataclasses.dataclass(frozen=True)
+class RunRecord:
+    """A run as its directory tells it; files are read on first use and then kept.
+
+    Attributes:
+      directory: the run directory.
+      config: what the run trains.
+      hash: identity of its computation; equal hashes are the same training.
+      accounting: `xmod_jax.accounting.summary` of the model, as written at the start.
+    """
+
+    directory: pathlib.Path
+    config: RunConfig
+    hash: str
+    accounting: dict[str, float]
+
+    @classmethod
+    def load(cls, directory: Path) -> RunRecord:
+        """Reads a run directory.
+
+        Raises:
+          UserError: not a run directory, or one whose configuration cannot be read.
+        """
+        directory = pathlib.Path(directory)
+        path = directory / CONFIG
+        if not path.is_file():
+            raise UserError(f"{directory}: not a run directory: it has no {CONFIG}")
+        stored = read_json(path)
+        try:
+            config = from_dict(RunConfig, stored["config"])
+            return cls(directory, config, stored["hash"], stored["accounting"])
+        except KeyError as error:
+            raise UserError(f"{path}: no field {error}") from error
+        except (ValueError, TypeError) as error:
+            raise UserError(f"{path}: {error}") from error
+
+    @property
+    def status(self) -> Status:
+        """How far the run is now."""
+        return status(self.directory)
+
+    @functools.cached_property
+    def evals(self) -> list[Record]:
+        """Every evaluation, in order of steps."""
+        return read_lines(self.directory / EVAL)
+
+    @functools.cached_property
+    def train(self) -> list[Record]:
+        """The training records, in order of steps."""
+        return read_lines(self.directory / TRAIN)
+
+    @property
+    def final(self) -> Record | None:
+        """The last evaluation of a finished run, None for any other."""
+        return self.evals[-1] if self.status is Status.DONE and self.evals else None
+
+
+def find_runs(paths: Iterable[Path]) -> list[RunRecord]:
+    """The runs in run directories and sweep directories, each once, finished or not.
+
+    Args:
+      paths: run directories, or sweep directories that hold run directories.
+
+    Raises:
+      UserError: names the first path that is neither, or a sweep that holds no run yet.
+    """
+    found: dict[pathlib.Path, RunRecord] = {}
+    for path in map(pathlib.Path, paths):
+        if (path / CONFIG).is_file():
+            directories = [path]
+        elif path.is_dir():
+            directories = sorted(config.parent for config in path.glob(f"*/{CONFIG}"))
+        else:
+            raise UserError(f"{path}: no such folder")
+        if not directories and (path / SWEEP).is_file():
+            raise UserError(f"{path}: a sweep that has no run yet: start it first")
+        if not directories:
+            raise UserError(
+                f"{path}: neither a run directory ({CONFIG}) nor a folder of run directories"
+            )
+        for directory in directories:
+            found.setdefault(directory.resolve(), RunRecord.load(directory))
+    return list(found.values())
