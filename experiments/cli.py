@@ -1,0 +1,172 @@
+"""Entry of every command: parses flags, runs `main`, tells a user's mistakes in one line.
+
+A command module defines its absl flags and a `main` without arguments, and ends with
+
+    if __name__ == "__main__":
+        cli.run(main)
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import select
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+from absl import flags
+from absl import logging as absl_logging
+
+from xmod_jax.errors import UserError
+
+MISTAKE = 2
+INTERRUPTED = 128 + 2  # as a shell reports a process that SIGINT ended
+READER_GONE = 128 + 13  # the same for SIGPIPE
+
+_ADVICE = {
+    errno.ENOSPC: "free some space or choose another folder, then start again",
+    errno.EDQUOT: "free some of your quota or choose another folder, then start again",
+    errno.EFBIG: "raise the limit on file sizes (ulimit -f) or choose another folder",
+    errno.EROFS: "choose a folder that can be written to",
+    errno.EACCES: "choose a path that you may read and write",
+    errno.EPERM: "choose a path that you may read and write",
+    errno.ENOENT: "check the path",
+    errno.ENOTDIR: "choose another path: a part of this one is a file, not a folder",
+    errno.EISDIR: "choose another path: this one is a folder, not a file",
+    errno.EEXIST: "choose another path: this one is taken",
+    errno.ENAMETOOLONG: "choose a shorter path",
+    errno.ELOOP: "choose a path without a loop of links",
+}
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+
+
+def run(main: Callable[[], int | None]) -> NoReturn:
+    """Parses the command line's absl flags, calls `main` and exits with its status.
+
+    Status: what `main` returns (None is 0); 2 with one line on stderr for a wrong flag or argument,
+    a `UserError`, or a path that cannot be used or written; 130 after an interrupt; 141 when the
+    reader of the output has gone. ``--help`` prints the docstring and flags of main's module.
+    Any other exception is a fault of the program and keeps its traceback.
+    """
+    absl_logging.get_absl_logger().addFilter(_worth_logging)
+    sys.exit(_status(main))
+
+
+def _status(main: Callable[[], int | None]) -> int:
+    try:
+        status = _help(main) if _wants_help(sys.argv[1:]) else _parse_and_call(main)
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return INTERRUPTED
+    except (UserError, flags.Error) as error:
+        _say(f"error: {error}")
+        return MISTAKE
+    except BrokenPipeError:
+        # A pipe to a worker process can break as well, and that is a fault to be seen.
+        if not _reader_gone():
+            raise
+        return READER_GONE
+    except Exception as error:
+        line = _path_trouble(error) or _disk_full(error)
+        if line is None:
+            raise
+        _say(f"error: {line}")
+        return MISTAKE
+    finally:
+        _settle_output()
+
+
+def _parse_and_call(main: Callable[[], int | None]) -> int:
+    # Without this, absl stops at the first plain argument and calls later flags missing.
+    flags.FLAGS.set_gnu_getopt(True)
+    extra = flags.FLAGS(sys.argv)[1:]
+    if extra:
+        raise UserError(
+            f"unexpected argument {extra[0]!r}: write flags as --name=value (--help lists them)"
+        )
+    return main() or 0
+
+
+def _say(message: str) -> None:
+    """Prints a message to stderr as one line, whatever line breaks it has."""
+    print(" ".join(message.split()), file=sys.stderr)
+
+
+def _path_trouble(error: Exception) -> str | None:
+    """One line for a path that cannot be used, None for any other error."""
+    if not isinstance(error, OSError) or error.errno not in _ADVICE or error.filename is None:
+        return None
+    where = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else "output"
+    return f"{where}: {os.strerror(error.errno)}: {_ADVICE[error.errno]}"
+
+
+def _disk_full(error: BaseException) -> str | None:
+    """One line for a disk that takes no more, None for any other error.
+
+    A failed write names no path, and libraries wrap it, some in their own type with only the text
+    left; so the text is looked for, in the causes as well.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        for code in _DISK_FULL:
+            if os.strerror(code) in str(cause):
+                return f"{cause}: {_ADVICE[code]}"
+        cause = cause.__cause__ or cause.__context__
+    return None
+
+
+def _worth_logging(record: logging.LogRecord) -> bool:
+    """False for the tracebacks of threads that write a checkpoint to a full disk.
+
+    Their error reaches the main thread, which tells it in one line.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    return error is None or _disk_full(error) is None
+
+
+def _reader_gone() -> bool:
+    """Whether the other end of stdout or stderr is closed."""
+    poll = select.poll()
+    for stream in (sys.stdout, sys.stderr):
+        poll.register(stream.fileno(), 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
+def _settle_output() -> None:
+    """Flushes stdout; drops what cannot be written, else the interpreter complains as it exits."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _wants_help(arguments: list[str]) -> bool:
+    before = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    return any(argument in ("--help", "-help", "-h", "--helpfull") for argument in before)
+
+
+def _help(main: Callable[[], int | None]) -> int:
+    module = sys.modules[main.__module__]
+    spec = module.__spec__
+    command = f"-m {spec.name}" if spec else sys.argv[0]
+    print((module.__doc__ or "").strip())
+    print(f"\nusage: python {command} --flag=value ...\n\nflags:")
+    # absl files the flags of the module that Python runs under the program's path.
+    owner = sys.argv[0] if main.__module__ == "__main__" else main.__module__
+    for flag in sorted(flags.FLAGS.get_key_flags_for_module(owner), key=lambda flag: flag.name):
+        print("\n".join(_flag_lines(flag)))
+    return 0
+
+
+def _flag_lines(flag: flags.Flag) -> Iterator[str]:
+    name = f"--[no]{flag.name}" if flag.boolean else f"--{flag.name}"
+    yield f"  {name}"
+    default = "" if flag.default_as_str is None else f" (default: {flag.default_as_str})"
+    yield from textwrap.wrap(
+        f"{flag.help}{default}", 96, initial_indent="      ", subsequent_indent="      "
+    )
