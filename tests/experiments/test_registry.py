@@ -1,0 +1,158 @@
+"""Every experiment is defined at both scales, matched in FLOPs, with the paper's grids."""
+
+import pytest
+
+from experiments import registry, scales
+from experiments.anchor_sweep import anchor_sweep
+from experiments.scales import published_compute
+from xmod_jax import accounting
+from xmod_jax.config import config_hash
+from xmod_jax.errors import UserError
+
+EXPERIMENTS = [f"k_sweep_{length}k" for length in (2, 4, 8, 16, 32, 64)] + [
+    "scale_sweep_32k",
+    "scale_sweep_32k_1650m",
+    "anchor_sweep_32k",
+    "main_556m",
+    "main_936m",
+    "main_1650m",
+]
+SCALES = ("mini", "paper")
+
+
+def paper_flops(run):
+    train = run.train
+    return accounting.training_flops(run.model, train.context_length, train.tokens)
+
+
+def names_of(experiment, scale):
+    return [run.name for run in registry.get(experiment, scale).runs]
+
+
+def test_the_registry_knows_exactly_these_experiments():
+    assert sorted(registry.names()) == sorted(EXPERIMENTS)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_runs_are_matched_in_flops_and_covered_by_their_dense_reference(name, scale):
+    experiment = registry.get(name, scale)
+    assert experiment.runs[0].architecture == "dense"
+    dense = {(run.family, run.train.context_length): run for run in experiment.runs[::-1]}
+    for run in experiment.runs:
+        assert (run.experiment, run.scale) == (name, scale)
+        reference = dense[run.family, run.train.context_length]
+        assert reference.architecture == "dense"
+        assert accounting.n_act(run.model) == accounting.n_act(reference.model)
+        assert run.model.backbone == reference.model.backbone
+        assert paper_flops(run) <= paper_flops(reference)
+        assert paper_flops(run) == pytest.approx(paper_flops(reference), rel=0.016)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_runs_of_an_experiment_are_different_computations(name, scale):
+    runs = registry.get(name, scale).runs
+    assert len({config_hash(run) for run in runs}) == len({run.name for run in runs}) == len(runs)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_mini_runs_have_the_hierarchies_of_paper_runs(name):
+    paper = {run.architecture: run for run in registry.get(name, "paper").runs}
+    for run in registry.get(name, "mini").runs:
+        assert run.architecture in paper
+        assert run.train.context_length >= 2 * run.model.hierarchy.sparsity
+
+
+@pytest.mark.parametrize("length", [2, 4, 8, 16, 32])
+def test_k_sweep_grid(length):
+    grid = [2, *([3] if length == 2 else []), *range(4, 21, 2)]
+    expected = ["dense", *(f"xmod_a1k{k}" for k in grid)]
+    runs = registry.get(f"k_sweep_{length}k", "paper").runs
+    assert [run.name for run in runs] == expected
+    assert {run.train.context_length for run in runs} == {1024 * length}
+    assert {run.train.tokens_per_step for run in runs} == {5 * 2**19}
+
+
+def test_out_of_range_grids_are_experiments_of_their_own():
+    k = [16, 18, 20, 22, 24]
+    assert names_of("k_sweep_64k", "paper") == ["dense", *(f"xmod_a1k{k}" for k in k)]
+    assert names_of("scale_sweep_32k_1650m", "paper") == [
+        "dense_1650m",
+        *(f"xmod_a1k{k}_1650m" for k in (14, 16, 18, 20)),
+    ]
+    families = {run.family for run in registry.get("scale_sweep_32k", "paper").runs}
+    assert families == {"165M", "298M", "556M", "936M"}
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_anchor_sweep_has_every_stride_and_sparsity(scale):
+    experiment = registry.get("anchor_sweep_32k", scale)
+    strides = ("0.5", "1", "2", "3", "4", "5")
+    names = [f"xmod_a{a}k{k}" for a in strides for k in (4, 8, 12, 16)]
+    assert [run.name for run in experiment.runs] == ["dense", *names]
+    assert experiment.skipped == ()
+
+
+def test_a_pair_that_the_depth_cannot_hold_is_skipped_visibly():
+    experiment = anchor_sweep("anchor_sweep_32k", scales.MINI)
+    assert len(experiment.runs) + len(experiment.skipped) == 25
+    assert all(line.startswith("xmod_a0.5k") for line in experiment.skipped)
+    assert "cannot be met" in experiment.skipped[0]
+
+
+def test_main_comparison_rows():
+    runs = registry.get("main_556m", "paper").runs
+    assert [run.name for run in runs] == ["dense", "mod", "xmod_a4k8", "xmod_a3k16"]
+    assert [run.model.hierarchy.depth for run in runs] == [28, 49, 161, 298]
+    assert [run.architecture for run in runs] == ["dense", "mod", "xmod", "xmod"]
+
+
+@pytest.mark.parametrize(
+    ("name", "compute"), [("main_556m", 1e20), ("main_936m", 1.5e20), ("main_1650m", 2.5e20)]
+)
+def test_main_comparison_spends_the_published_compute(name, compute):
+    for run in registry.get(name, "paper").runs:
+        assert paper_flops(run) == pytest.approx(compute, rel=1e-3)
+
+
+def test_compute_follows_the_published_points_and_grows_between_them():
+    sizes = [161.6e6, 291.9e6, 543.3e6, 914.1e6, 1615.1e6]
+    computes = [published_compute(size) for size in sizes]
+    assert computes == pytest.approx([3e19, 5.4e19, 1e20, 1.5e20, 2.5e20], rel=2e-3)
+    assert published_compute(1e8) < 3e19 and published_compute(4e9) > 2.5e20
+
+
+def test_mini_contexts_are_different_and_hold_a_sparse_layer():
+    lengths = [scales.MINI.context(1024 * 2**power) for power in range(1, 7)]
+    assert lengths == [32, 48, 96, 160, 256, 432]
+
+
+def test_unknown_names_are_one_line_that_lists_the_known_ones():
+    experiment = registry.get("main_556m", "mini")
+    for call, known in [
+        (lambda: registry.get("nonsense", "mini"), "k_sweep_32k"),
+        (lambda: registry.get("main_556m", "huge"), "mini, paper"),
+        (lambda: experiment.run("xmod_a9k9"), "xmod_a4k8"),
+        (lambda: experiment.select(["dense", "xmod_a9k9"]), "xmod_a4k8"),
+    ]:
+        with pytest.raises(UserError, match=known) as refusal:
+            call()
+        assert "\n" not in str(refusal.value)
+
+
+def test_select_keeps_the_order_of_the_experiment():
+    experiment = registry.get("main_556m", "mini")
+    assert [r.name for r in experiment.select(["xmod_a4k8", "dense"])] == ["dense", "xmod_a4k8"]
+    assert experiment.select([]) == experiment.runs
+
+
+def test_override_changes_seed_and_data_of_every_run():
+    experiment = registry.get("main_556m", "mini").override(seed=7, data="somewhere")
+    assert {(run.train.seed, run.data.source) for run in experiment.runs} == {(7, "somewhere")}
+    assert experiment.override() == experiment
+
+
+def test_a_name_is_defined_once():
+    with pytest.raises(ValueError, match="defined twice"):
+        registry.register(registry.names()[0])(lambda scale: registry.get("main_556m", scale))
