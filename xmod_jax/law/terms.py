@@ -1,0 +1,214 @@
+"""The scaling law of the matched-FLOPs residual: its terms, its coefficients, its file.
+
+SPEC section 8 (paper section on the scaling law). All arithmetic is NumPy float64 and broadcasts.
+
+Units. N and N_act are plain parameter counts, input embedding and output head included (SPEC 5); L
+is plain tokens. Table 8 prints no units; only this choice makes its coefficients sensible. At
+556M and A = 1 it puts the best integer K at 3, 6, 10, 16, 24 for L = 2k, 4k, 8k, 16k, 32k (the
+paper: 3 at 2k, growing with L). N in millions puts it at 8 for 2k and N in billions at 13; L in
+thousands makes Delta +2 to +22 nats. Against the published matched-FLOPs losses the law is then
+0.00 to 0.05 nats too pessimistic: A4K8 -0.180, -0.175, -0.169 (table 1: -0.224, -0.208, -0.172) and
+A3K16 -0.217, -0.210, -0.203 (-0.270, -0.233, -0.209) at 556M, 936M, 1.65B, and -0.129 for A1K16 at
+936M (table 3: -0.159). Leaving the embeddings out of N changes this by less than 0.01 nats.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from xmod_jax.errors import UserError
+
+Array = NDArray[np.float64]
+
+
+def capacity_reward(n_act: ArrayLike, n_total: ArrayLike, eta_N: Any, rho_N: Any) -> Array:
+    """R_N = N_act^-eta_N * (1 - (N/N_act)^-rho_N), the sparse-capacity reward.
+
+    Args:
+      n_act: active-equivalent parameters. Positive.
+      n_total: total parameters N.
+      eta_N, rho_N: exponents; arrays of another leading axis broadcast over candidates.
+    """
+    log_act, log_total = np.log(np.asarray(n_act, float)), np.log(np.asarray(n_total, float))
+    # expm1 keeps the digits of a reward close to 0 (N close to N_act, or a small exponent).
+    return -np.exp(-eta_N * log_act) * np.expm1(-rho_N * (log_total - log_act))
+
+
+def context_penalty(L: ArrayLike, K: ArrayLike, eta_L: Any, rho_L: Any) -> Array:
+    """P_L = L^-eta_L * (K^rho_L - 1), the sparse-context correction.
+
+    Args:
+      L: context length in tokens.
+      K: token sparsity.
+      eta_L, rho_L: exponents; arrays of another leading axis broadcast over candidates.
+    """
+    return np.exp(-eta_L * np.log(np.asarray(L, float))) * np.expm1(
+        rho_L * np.log(np.asarray(K, float))
+    )
+
+
+def stride_interaction(K: ArrayLike, A: ArrayLike, rho_K: Any, rho_A: Any) -> Array:
+    """R_AK = (K^rho_K - 1) * ((2A/(A+1))^rho_A - 1), the anchor-stride interaction; 0 at A = 1.
+
+    Args:
+      K: token sparsity.
+      A: anchor stride.
+      rho_K, rho_A: exponents; arrays of another leading axis broadcast over candidates.
+    """
+    stride = np.asarray(A, float)
+    return np.expm1(rho_K * np.log(np.asarray(K, float))) * np.expm1(
+        rho_A * np.log(2 * stride / (stride + 1))
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Law:
+    """Delta = e - u*R_N + w*P_L - z*R_AK in nats, with u, w, z >= 0 (SPEC 8; units above)."""
+
+    e: float
+    u: float
+    eta_N: float
+    rho_N: float
+    w: float
+    eta_L: float
+    rho_L: float
+    z: float
+    rho_K: float
+    rho_A: float
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ValueError(f"coefficient {field.name} is not a number: {value!r}")
+            if not math.isfinite(value):
+                raise ValueError(f"coefficient {field.name} is not finite: {value}")
+            if field.name in ("u", "w", "z") and value < 0:
+                raise ValueError(f"coefficient {field.name} must be at least 0, got {value}")
+
+    @classmethod
+    def paper(cls) -> Law:
+        """The published coefficients (table 8, reduced law; N in parameters, L in tokens)."""
+        return cls(
+            e=0.01848,
+            u=0.93519,
+            eta_N=0.07784,
+            rho_N=1.19538,
+            w=105.21108,
+            eta_L=0.92624,
+            rho_L=0.48494,
+            z=0.07455,
+            rho_K=0.79900,
+            rho_A=0.28293,
+        )
+
+    def delta(
+        self, n_act: ArrayLike, n_total: ArrayLike, L: ArrayLike, K: ArrayLike, A: ArrayLike
+    ) -> Array:
+        """Predicted loss minus the dense loss at equal FLOPs, in nats; arguments broadcast."""
+        return (
+            self.e
+            - self.u * capacity_reward(n_act, n_total, self.eta_N, self.rho_N)
+            + self.w * context_penalty(L, K, self.eta_L, self.rho_L)
+            - self.z * stride_interaction(K, A, self.rho_K, self.rho_A)
+        )
+
+
+COEFFICIENTS = tuple(field.name for field in dataclasses.fields(Law))
+
+
+@dataclasses.dataclass(frozen=True)
+class LawFile:
+    """What law.json holds beside the coefficients (DESIGN: formats other programs may rely on).
+
+    Attributes:
+      law: the coefficients.
+      r2_delta: share of Delta's variance explained, in range; None where unknown.
+      rmse: root mean square error of the raw loss in nats.
+      mae: mean absolute error of the raw loss in nats.
+      n_observations: number of observations fitted.
+      ranges: smallest and largest fitted value of each of L, n_act, K, A, n_total/n_act.
+      validated: what was predicted with its group withheld, and how well; empty: nothing was.
+      seeds_agree: whether independent starts of the fit reached the same law.
+      warnings: what the data leave undetermined, a sentence each.
+    """
+
+    law: Law
+    r2_delta: float | None
+    rmse: float | None
+    mae: float | None
+    n_observations: int
+    ranges: Mapping[str, tuple[float, float]]
+    validated: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    seeds_agree: bool = True
+    warnings: tuple[str, ...] = ()
+
+    @classmethod
+    def paper(cls) -> LawFile:
+        """The published law with its quality and the ranges of its sweeps (SPEC 7)."""
+        ranges = {"L": (2048.0, 32768.0), "n_act": (161.6e6, 914.3e6)}
+        ranges |= {"K": (2.0, 20.0), "A": (0.5, 5.0)}
+        return cls(Law.paper(), 0.9853, 0.008758, None, 109, ranges)
+
+    def save(self, path: pathlib.Path) -> None:
+        """Writes the file; a reader sees the old or the new one, never half of it."""
+        record = dataclasses.asdict(self)
+        record = record.pop("law") | record
+        write_atomically(path, json.dumps(record, indent=1, allow_nan=False) + "\n")
+
+    @classmethod
+    def load(cls, path: pathlib.Path) -> LawFile:
+        """Reads a law.json; only the ten coefficients are required.
+
+        Raises:
+          UserError: no such file, not JSON, or a coefficient missing or impossible.
+        """
+        try:
+            record = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UserError(f"{path}: cannot read the law: {error.strerror}") from error
+        except ValueError as error:
+            raise UserError(f"{path}: not a law.json: {error}") from error
+        if not isinstance(record, dict):
+            raise UserError(f"{path}: not a law.json: expected an object of coefficients")
+        missing = [name for name in COEFFICIENTS if name not in record]
+        if missing:
+            raise UserError(f"{path}: not a law.json: missing {', '.join(missing)}")
+        try:
+            return cls(
+                law=Law(**{name: record[name] for name in COEFFICIENTS}),
+                r2_delta=record.get("r2_delta"),
+                rmse=record.get("rmse", record.get("rmse_reduced")),
+                mae=record.get("mae"),
+                n_observations=int(record.get("n_observations", 0)),
+                ranges={k: (float(a), float(b)) for k, (a, b) in record.get("ranges", {}).items()},
+                validated=dict(record.get("validated", {})),
+                seeds_agree=bool(record.get("seeds_agree", True)),
+                warnings=tuple(record.get("warnings", ())),
+            )
+        except (ValueError, TypeError, AttributeError) as error:
+            raise UserError(f"{path}: not a law.json: {error}") from error
+
+
+def write_atomically(path: pathlib.Path, text: str) -> None:
+    """Writes `text` beside `path` and renames it into place, making the folder if needed."""
+    path = pathlib.Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
