@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xmod_jax.config import BYTE_VOCABULARY, DataConfig
+from xmod_jax.data import embedded, sources
+from xmod_jax.data.tokenizer import ByteTokenizer
+from xmod_jax.errors import UserError
+
+END = 256
+
+
+def unpack(ids: np.ndarray) -> list[bytes]:
+    """The documents between the end-of-text tokens."""
+    ends = np.flatnonzero(ids == END)
+    return [bytes(ids[a + 1 : b].tolist()) for a, b in itertools.pairwise(ends)]
+
+
+@settings(deadline=None)
+@given(st.lists(st.text(max_size=8), max_size=8))
+def test_documents_are_packed_between_end_of_text_tokens(texts):
+    ids = sources.pack(texts, ByteTokenizer())
+    assert unpack(ids) == [text.encode() for text in texts]
+    assert len(ids) == (sum(len(text.encode()) + 1 for text in texts) + 1 if texts else 0)
+
+
+@settings(deadline=None)
+@given(st.lists(st.text(max_size=3), max_size=8))
+def test_every_document_is_in_one_split_once(texts):
+    dataset = sources.from_texts("texts", texts, ByteTokenizer())
+    train, heldout = unpack(dataset.train), unpack(dataset.heldout)
+    assert sorted(train + heldout) == sorted({text.encode() for text in texts if text})
+
+
+def test_split_of_a_document_does_not_depend_on_the_others():
+    texts = [f"document {i}" for i in range(400)]
+    few = sources.from_texts("few", texts[::3], ByteTokenizer())
+    many = sources.from_texts("many", reversed(texts), ByteTokenizer())
+    assert set(unpack(few.heldout)) <= set(unpack(many.heldout))
+    assert set(unpack(few.train)) <= set(unpack(many.train))
+    np.testing.assert_array_equal(
+        many.heldout, sources.from_texts("same", texts, ByteTokenizer()).heldout
+    )
+
+
+def test_about_a_twentieth_is_held_out():
+    share = np.mean([sources.is_heldout(f"document {i}") for i in range(20_000)])
+    assert share == pytest.approx(0.05, abs=0.005)
+
+
+def test_hash_tells_contents_and_splits_apart():
+    def fingerprint(*texts: str) -> str:
+        return sources.from_texts("name", texts, ByteTokenizer()).hash
+
+    assert fingerprint("one", "two") == fingerprint("one", "two")
+    assert len({fingerprint(*texts) for texts in (["one"], ["two"], ["one", "two"], [])}) == 4
+
+
+def test_embedded_data_is_loaded_once_and_quickly():
+    sources.load.cache_clear()
+    start = time.process_time()
+    dataset = sources.load(DataConfig())
+    assert time.process_time() - start < 6  # 0.8 s measured
+    assert sources.load(DataConfig("embedded")) is dataset
+
+
+def test_embedded_data_holds_every_document_in_one_split():
+    dataset = sources.load(DataConfig())
+    train, heldout = unpack(dataset.train), unpack(dataset.heldout)
+    assert not set(train) & set(heldout)
+    assert set(train) | set(heldout) == {text.encode() for _, text in embedded.documents() if text}
+    assert 0.02 < len(dataset.heldout) / (len(dataset.train) + len(dataset.heldout)) < 0.12
+
+
+def test_embedded_data_fits_its_vocabulary_and_cannot_be_changed():
+    dataset = sources.load(DataConfig())
+    assert dataset.vocab_size == BYTE_VOCABULARY
+    for ids in (dataset.train, dataset.heldout):
+        assert ids.dtype == np.uint16
+        assert ids.max() == dataset.vocab_size - 1
+        with pytest.raises(ValueError):
+            ids[0] = 0
+
+
+def test_unknown_source_is_refused_in_one_line():
+    with pytest.raises(UserError, match=r"unknown data source 'nowhere'; known: embedded") as error:
+        sources.load(DataConfig("nowhere"))
+    assert "\n" not in str(error.value)
