@@ -1,0 +1,110 @@
+"""`describe` prints what other programs rely on, and refuses mistakes in one line."""
+
+import csv
+import io
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from experiments import describe, registry, tables
+
+ROOT = pathlib.Path(__file__).parents[2]
+TABLE6 = ROOT / "tests" / "data" / "table6_main_configs.csv"
+
+
+def run_command(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "experiments.describe", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_csv_has_the_documented_header_and_plain_numbers():
+    text = describe.to_csv(registry.get("main_556m", "paper"))
+    assert text.splitlines()[0] == (
+        "experiment,run,architecture,n_act,K,A,L,layers,total_params,active_params,"
+        "flops_per_token,phi_ratio,train_flops,tokens,steps"
+    )
+    rows = list(csv.DictReader(io.StringIO(text)))
+    assert [row["run"] for row in rows] == ["dense", "mod", "xmod_a4k8", "xmod_a3k16"]
+    for row in rows:
+        numbers = {key: float(row[key]) for key in list(row)[3:]}
+        assert numbers["train_flops"] == pytest.approx(
+            numbers["flops_per_token"] * numbers["tokens"]
+        )
+        assert numbers["n_act"] == numbers["active_params"] == float(rows[0]["total_params"])
+
+
+@pytest.mark.parametrize("size", ["556M", "936M", "1.65B"])
+def test_main_comparison_reproduces_table6(size):
+    experiment = f"main_{size.replace('1.65B', '1650M').lower()}"
+    runs = {run.name: describe.row(run) for run in registry.get(experiment, "paper").runs}
+    with TABLE6.open() as file:
+        published = [row for row in csv.DictReader(file) if row["n_act"] == size]
+    compared = [row for row in published if row["model"] in runs]
+    assert len(compared) == 4
+    for row in compared:
+        ours = runs[row["model"]]
+        assert ours["layers"] == int(row["layers"])
+        digits = row["flops_per_token"]
+        assert f"{ours['flops_per_token']:.1e}" == f"{float(digits):.1e}"
+        assert float(row["train_flops"]) == pytest.approx(ours["train_flops"], rel=1e-3)
+
+
+def test_table_has_a_line_for_every_run():
+    result = run_command("--experiment=k_sweep_32k", "--scale=mini")
+    assert result.returncode == 0
+    lines = result.stdout.splitlines()
+    assert lines[0].split()[:3] == ["run", "L", "layers"]
+    names = [run.name for run in registry.get("k_sweep_32k", "mini").runs]
+    assert [line.split()[0] for line in lines[1:]] == names
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--experiment=nonsense"], "unknown experiment 'nonsense'"),
+        (["--experiment=main_556m", "--scale=huge"], "unknown --scale=huge"),
+        (["--experiment=main_556m", "--format=yaml"], "format"),
+        (["--experiment=main_556m", "--seed=-1"], "--seed must be at least 0"),
+        ([], "--experiment is missing"),
+    ],
+)
+def test_mistakes_are_one_line_and_status_2(arguments, told):
+    result = run_command(*arguments)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert told in result.stderr and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (512, "512"),
+        (999.6, "1k"),
+        (2048, "2.05k"),
+        (543328256, "543M"),
+        (2.64e9, "2.64B"),
+    ],
+)
+def test_short_numbers(value, text):
+    assert tables.short(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.2, "0s"), (59.6, "1m00s"), (190, "3m10s"), (3599.7, "1h00m"), (9e5, "10d10h")],
+)
+def test_durations(seconds, text):
+    assert tables.duration(seconds) == text
+
+
+def test_text_table_aligns_columns():
+    assert tables.text_table(("a", "b"), [("long", "1"), ("x", "222")]) == (
+        "a       b\nlong    1\nx     222"
+    )
