@@ -166,7 +166,7 @@ def _help(main: Callable[[], int | None]) -> int:
 def _flag_lines(flag: flags.Flag) -> Iterator[str]:
     name = f"--[no]{flag.name}" if flag.boolean else f"--{flag.name}"
     yield f"  {name}"
-    default = "" if flag.default_as_str is None else f" (default: {flag.default_as_str})"
+    default = f" (default: {flag.default_as_str})" if flag.default_as_str else ""
     yield from textwrap.wrap(
         f"{flag.help}{default}", 96, initial_indent="      ", subsequent_indent="      "
     )

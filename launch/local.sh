@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# Runs a command in this checkout's virtual environment, which it makes or updates first when needed.
+# Runs a command in this checkout's virtual environment, made or updated first when needed.
 #
 #   launch/local.sh COMMAND [ARGUMENT ...]
 #   launch/local.sh python -m experiments.sweep --experiment=k_sweep_32k
 #   launch/local.sh pytest
 #
-# The environment holds exactly what requirements.lock says, and the checkout itself, editable. It is
-# .venv in the checkout, or the folder that XMOD_VENV names. Uses uv when present, else venv and pip.
-# The command runs from the checkout's root.
+# The environment holds what requirements.lock says and the checkout itself, editable. It is .venv
+# in the checkout, or the folder that XMOD_VENV names. Uses uv when present, else venv and pip. The
+# command runs from the checkout's root.
 set -euo pipefail
 
 say() { printf 'launch/local.sh: %s\n' "$*" >&2; }
 refuse() { say "$@"; exit 2; }
 
-# Whether $1 is a Python that the lock file is for. Run it to know: a version manager leaves names on
-# PATH that start nothing.
+# Whether $1 is a Python that the lock file is for. Run it to know: a version manager leaves names
+# on PATH that start nothing.
 suits() {
   local test='import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))'
   "$1" -I -c "$test" >/dev/null 2>&1
@@ -28,12 +28,12 @@ find_python() {
   refuse "no Python 3.11, 3.12 or 3.13 on PATH: install one and start again"
 }
 
-# Everything that the environment depends on, kept in it as the stamp of a finished install. The root
-# is part of it because an editable install points there.
+# Everything that the environment depends on, kept in it as the stamp of a finished install. The
+# root is part of it because an editable install points there.
 wanted() { printf '%s\n' "$root"; cat requirements.lock setup.cfg pyproject.toml; }
 
 is_ready() {
-  [[ -f $stamp && -x $venv/bin/python && "$(<"$stamp")" == "$(wanted)" ]] && suits "$venv/bin/python"
+  [[ -f $stamp && "$(<"$stamp")" == "$(wanted)" ]] && suits "$venv/bin/python"
 }
 
 # Takes the lock until this script ends or execs; the kernel frees it however the script ends.
@@ -100,7 +100,7 @@ update_environment() {
   rm -f -- "$unfinished"
 }
 
-(($#)) || refuse "usage: launch/local.sh COMMAND [ARGUMENT ...], for example: launch/local.sh pytest"
+(($#)) || refuse "usage: launch/local.sh COMMAND [ARGUMENT ...], such as launch/local.sh pytest"
 venv=${XMOD_VENV:-}
 [[ -z $venv || $venv == /* ]] || venv=$PWD/$venv
 script=$(readlink -f -- "${BASH_SOURCE[0]}")

@@ -1,0 +1,248 @@
+"""What a user sees of any command: status, one line for a mistake, help."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import IO, Any
+
+import pytest
+from absl import flags, logging
+
+from experiments import cli
+from xmod_jax.errors import UserError
+
+_ROOT = pathlib.Path(__file__).resolve().parents[2]
+_Result = tuple[object, str, str]
+_Call = Callable[..., _Result]
+
+_COMMAND = '''"""Counts to a number.
+
+Second paragraph.
+"""
+from absl import flags
+from experiments import cli
+
+_COUNT = flags.DEFINE_integer("count", 3, "How far to count.")
+_NAME = flags.DEFINE_string("name", None, "Whose count.", required=True)
+_LOUD = flags.DEFINE_bool("loud", False, "Whether to shout.")
+
+def main():
+    for number in range(_COUNT.value):
+        print(number, flush=_LOUD.value)
+    if _NAME.value == "sleeper":
+        print("ready", flush=True)
+        import time
+        time.sleep(60)
+
+if __name__ == "__main__":
+    cli.run(main)
+'''
+
+
+@pytest.fixture
+def call(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> _Call:
+    """Runs a function as a command with its own flags, in an empty folder."""
+    own = flags.FlagValues()
+    flags.DEFINE_integer("count", 3, "How far to count.", lower_bound=1, flag_values=own)
+    flags.DEFINE_string("name", None, "Whose count.", required=True, flag_values=own)
+    flags.DEFINE_bool("loud", False, "Whether to shout.", flag_values=own)
+    monkeypatch.setattr(flags, "FLAGS", own)
+    monkeypatch.chdir(tmp_path)
+
+    def _call(main: Callable[[], int | None], *arguments: str) -> _Result:
+        monkeypatch.setattr(sys, "argv", ["command", *(arguments or ("--name=x",))])
+        with pytest.raises(SystemExit) as end:
+            cli.run(main)
+        return end.value.code, *capfd.readouterr()
+
+    return _call
+
+
+def _raising(error: Exception) -> Callable[[], None]:
+    def main() -> None:
+        raise error
+
+    return main
+
+
+def _assert_one_line(result: _Result, *parts: str) -> None:
+    status, _, err = result
+    assert status == 2
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    for part in parts:
+        assert part in err
+
+
+@pytest.mark.parametrize(("value", "status"), [(None, 0), (0, 0), (3, 3)])
+def test_status_is_what_main_returns(call: _Call, value: int | None, status: int) -> None:
+    assert call(lambda: value) == (status, "", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--name=x", "--cuont=4"), "cuont"),
+        (("--name=x", "--count=many"), "many"),
+        (("--name=x", "--count=0"), "--count=0"),
+        (("--name=x", "--loud=maybe"), "maybe"),
+        (("--count=4",), "--name"),
+        (("--name=x", "stray"), "'stray'"),
+        (("stray", "--name=x"), "'stray'"),
+        (("--name=x", "--", "--count=4"), "'--count=4'"),
+        (("--name=x", "--flagfile=absent"), "absent"),
+    ],
+)
+def test_wrong_command_line_is_one_line(
+    call: _Call, arguments: tuple[str, ...], named: str
+) -> None:
+    _assert_one_line(call(lambda: pytest.fail("main ran"), *arguments), named)
+
+
+def test_user_error_is_one_line_even_with_line_breaks(call: _Call) -> None:
+    error = UserError("run 'a' is unknown:\n  take 'b'")
+    _assert_one_line(call(_raising(error)), "run 'a' is unknown: take 'b'")
+
+
+@pytest.mark.parametrize(
+    ("use", "parts"),
+    [
+        (pathlib.Path("absent/file").read_bytes, ("absent/file", "check the path")),
+        (lambda: os.makedirs("/dev/null/inner"), ("/dev/null/inner", "a file, not a folder")),
+        (pathlib.Path(".").read_bytes, (".", "a folder, not a file")),
+        (pathlib.Path(".").mkdir, (".", "taken")),
+        (pathlib.Path("x" * 5000).read_bytes, ("xxx", "shorter path")),
+    ],
+)
+def test_unusable_path_is_one_line(
+    call: _Call, use: Callable[[], Any], parts: tuple[str, ...]
+) -> None:
+    _assert_one_line(call(use), *parts)
+
+
+def _os_error(code: int, *names: str) -> OSError:
+    return OSError(code, os.strerror(code), *names)
+
+
+def _wrapped() -> None:
+    try:
+        raise _os_error(errno.ENOSPC)
+    except OSError:
+        raise KeyError("wrapped") from None
+
+
+@pytest.mark.parametrize(
+    ("main", "parts"),
+    [
+        (_raising(_os_error(errno.EACCES, "secret")), ("secret", "read and write")),
+        (_raising(_os_error(errno.EROFS, "fixed")), ("fixed", "can be written")),
+        (_raising(_os_error(errno.ENOSPC, "there")), ("there", "free some space")),
+        (_raising(_os_error(errno.ENOSPC)), ("free some space",)),
+        (_raising(_os_error(errno.EDQUOT)), ("quota",)),
+        (_raising(ValueError(f"LIB: a/0: {os.strerror(errno.ENOSPC)}")), ("a/0", "free some")),
+        (_wrapped, ("free some space",)),
+    ],
+)
+def test_full_or_unwritable_disk_is_one_line(
+    call: _Call, main: Callable[[], None], parts: tuple[str, ...]
+) -> None:
+    _assert_one_line(call(main), *parts)
+
+
+def _mishandled() -> None:
+    try:
+        os.stat("absent")
+    except OSError:
+        raise KeyError("fault") from None
+
+
+@pytest.mark.parametrize(
+    "main",
+    [
+        _mishandled,
+        _raising(ValueError("fault")),
+        _raising(_os_error(errno.EIO)),
+        _raising(_os_error(errno.ENOENT)),
+        _raising(BrokenPipeError(errno.EPIPE, "a worker's pipe")),
+    ],
+)
+def test_fault_of_the_program_is_raised(call: _Call, main: Callable[[], None]) -> None:
+    with pytest.raises((KeyError, ValueError, OSError)):
+        call(main)
+
+
+def test_checkpoint_threads_say_nothing_about_a_full_disk(
+    call: _Call, caplog: pytest.LogCaptureFixture
+) -> None:
+    def main() -> None:
+        for message in (os.strerror(errno.ENOSPC), "other trouble"):
+            try:
+                raise ValueError(message)
+            except ValueError:
+                logging.exception("a thread failed")
+
+    logging.get_absl_logger().addHandler(caplog.handler)
+    try:
+        assert call(main)[0] == 0
+    finally:
+        logging.get_absl_logger().removeHandler(caplog.handler)
+    assert "other trouble" in caplog.text
+    assert os.strerror(errno.ENOSPC) not in caplog.text
+
+
+def _start(folder: pathlib.Path, *arguments: str, out: int | IO[Any]) -> subprocess.Popen[str]:
+    (folder / "command.py").write_text(_COMMAND)
+    return subprocess.Popen(
+        [sys.executable, "-m", "command", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(_ROOT)},
+        text=True,
+        stdout=out,
+        stderr=subprocess.PIPE,
+    )
+
+
+def test_help_shows_docstring_and_own_flags(tmp_path: pathlib.Path) -> None:
+    process = _start(tmp_path, "--count=many", "--help", out=subprocess.PIPE)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    assert out.startswith("Counts to a number.\n\nSecond paragraph.\n")
+    for part in ("python -m command", "--count", "How far to count. (default: '3')", "--[no]loud"):
+        assert part in out
+    assert "--verbosity" not in out
+
+
+def test_interrupt_is_one_line(tmp_path: pathlib.Path) -> None:
+    process = _start(tmp_path, "--name=sleeper", "--count=0", out=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "interrupted\n")
+
+
+@pytest.mark.parametrize("flush", ["--loud", "--noloud"])
+def test_closed_reader_is_no_error(tmp_path: pathlib.Path, flush: str) -> None:
+    process = _start(tmp_path, "--name=x", "--count=100000", flush, out=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()
+    err = process.stderr.read()
+    process.stderr.close()
+    assert (process.wait(timeout=60), err) == (141, "")
+
+
+@pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="needs /dev/full")
+def test_full_disk_behind_stdout_is_one_line(tmp_path: pathlib.Path) -> None:
+    with open("/dev/full", "w") as full:
+        process = _start(tmp_path, "--name=x", out=full)
+        _, err = process.communicate(timeout=60)
+    _assert_one_line((process.returncode, "", err), "free some space")

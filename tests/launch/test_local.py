@@ -1,0 +1,187 @@
+"""launch/local.sh: makes its environment once, redoes what was cut short, refuses in one line.
+
+A stub of uv stands for the installer, so nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shutil
+import stat
+import subprocess
+import sys
+
+import pytest
+
+_ROOT = pathlib.Path(__file__).resolve().parents[2]
+_UV = """#!/bin/sh
+echo "$@" >> "$UV_LOG"
+case "$UV_DOES" in
+  fail) exit 1 ;;
+  die) kill -9 $PPID ;;
+  wait) sleep 0.5 ;;
+esac
+"""
+
+
+def _script(path: pathlib.Path, text: str) -> None:
+    path.write_text(text)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+class _Checkout:
+    """A copy of what local.sh reads, and a PATH whose first folder holds the stubs."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.root = folder / "check out"
+        self.tools = folder / "tools"
+        self.log = folder / "uv.log"
+        self.venv = self.root / ".venv"
+        (self.root / "launch").mkdir(parents=True)
+        self.tools.mkdir()
+        shutil.copy(_ROOT / "launch/local.sh", self.root / "launch")
+        for name in ("requirements.lock", "setup.cfg", "pyproject.toml"):
+            (self.root / name).write_text("")
+        _script(self.tools / "uv", _UV)
+        _script(self.tools / "python3", f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+
+    def start(self, *command: str, does: str = "", **extra: str) -> subprocess.Popen[str]:
+        environment = {
+            "PATH": f"{self.tools}:{os.environ['PATH']}",
+            "HOME": str(self.root),
+            "UV_LOG": str(self.log),
+            "UV_DOES": does,
+            **extra,
+        }
+        return subprocess.Popen(
+            [str(self.root / "launch/local.sh"), *command],
+            cwd=self.root.parent,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
+    def run(self, *command: str, does: str = "", **extra: str) -> tuple[int, str, str]:
+        process = self.start(*command, does=does, **extra)
+        out, err = process.communicate(timeout=60)
+        return process.returncode, out, err
+
+    def installs(self) -> int:
+        """Calls of the installer so far; one install makes two, packages and checkout."""
+        return len(self.log.read_text().splitlines()) if self.log.exists() else 0
+
+
+@pytest.fixture
+def checkout(tmp_path: pathlib.Path) -> _Checkout:
+    return _Checkout(tmp_path)
+
+
+def _assert_refused(result: tuple[int, str, str], part: str) -> None:
+    status, out, err = result
+    assert (status, out) == (2, "")
+    assert err.count("\n") == 1
+    assert part in err
+
+
+def test_without_a_command_prints_usage(checkout: _Checkout) -> None:
+    _assert_refused(checkout.run(), "usage: ")
+    assert not checkout.venv.exists()
+
+
+def test_environment_is_made_once(checkout: _Checkout) -> None:
+    assert checkout.run("true")[0] == 0
+    assert checkout.run("true") == (0, "", "")
+    assert checkout.installs() == 2
+    assert "--no-deps --editable ." in checkout.log.read_text()
+
+
+def test_command_runs_in_root_with_environment_first(checkout: _Checkout) -> None:
+    probe = 'pwd; command -v python; echo "$PYTHONPATH"; printf "%s\\n" "$@"'
+    command = ("bash", "-c", probe, "probe", "two words", "*", "")
+    status, out, _ = checkout.run(*command, PYTHONPATH="/some:/where")
+    assert status == 0
+    python = str(checkout.venv / "bin/python")
+    assert out.split("\n") == [
+        *(str(checkout.root), python, "/some:/where"),
+        *("two words", "*", "", ""),
+    ]
+
+
+def test_status_of_the_command_is_passed_on(checkout: _Checkout) -> None:
+    assert checkout.run("bash", "-c", "exit 7")[0] == 7
+
+
+@pytest.mark.parametrize("changed", ["requirements.lock", "setup.cfg"])
+def test_changed_requirements_are_installed_again(checkout: _Checkout, changed: str) -> None:
+    checkout.run("true")
+    (checkout.root / changed).write_text("# changed\n")
+    (checkout.venv / "kept").touch()
+    assert checkout.run("true")[0] == 0
+    assert checkout.installs() == 4
+    assert (checkout.venv / "kept").exists()
+
+
+@pytest.mark.parametrize("does", ["die", "fail"])
+def test_install_cut_short_is_done_again_from_nothing(checkout: _Checkout, does: str) -> None:
+    status, out, _ = checkout.run("echo", "ran", does=does)
+    assert (status, out) == (-9 if does == "die" else 1, "")
+    (checkout.venv / "half").touch()
+    status, out, err = checkout.run("echo", "ran")
+    assert (status, out) == (0, "ran\n")
+    assert "cut short" in err
+    assert not (checkout.venv / "half").exists()
+    assert checkout.run("true") == (0, "", "")
+
+
+@pytest.mark.skipif(shutil.which("flock") is None, reason="needs flock")
+def test_two_starts_at_once_install_once(checkout: _Checkout) -> None:
+    starts = [checkout.start("echo", "ran", does="wait") for _ in range(2)]
+    ends = [start.communicate(timeout=60) for start in starts]
+    assert [out for out, _ in ends] == ["ran\n", "ran\n"]
+    assert checkout.installs() == 2
+    assert sum("waiting for another start" in err for _, err in ends) == 1
+
+
+def test_environment_folder_can_be_chosen(checkout: _Checkout) -> None:
+    status, out, _ = checkout.run("bash", "-c", "command -v python", XMOD_VENV="else/where")
+    assert (status, out) == (0, f"{checkout.root.parent}/else/where/bin/python\n")
+    assert not checkout.venv.exists()
+
+
+def test_environment_of_another_checkout_is_pointed_here(checkout: _Checkout) -> None:
+    checkout.run("true", XMOD_VENV="shared")
+    moved = checkout.root.with_name("moved")
+    checkout.root.rename(moved)
+    checkout.root = moved
+    assert checkout.run("true", XMOD_VENV="shared")[0] == 0
+    assert checkout.installs() == 4
+
+
+def test_folder_with_other_files_is_refused_untouched(checkout: _Checkout) -> None:
+    precious = checkout.root.parent / "home" / "precious"
+    precious.parent.mkdir()
+    precious.touch()
+    result = checkout.run("true", XMOD_VENV=str(precious.parent))
+    _assert_refused(result, "no virtual environment")
+    assert precious.exists()
+    _assert_refused(checkout.run("true", XMOD_VENV=str(precious)), "cannot write")
+
+
+def test_no_python_of_a_right_version_is_refused(checkout: _Checkout) -> None:
+    for name in ("bash", "cat", "dirname", "readlink", "mkdir", "rm", "find", "flock"):
+        if path := shutil.which(name):
+            (checkout.tools / name).symlink_to(path)
+    # A version manager's name that starts nothing, and one that is too old.
+    _script(checkout.tools / "python3", "#!/bin/sh\nexit 127\n")
+    _script(checkout.tools / "python3.11", '#!/bin/sh\ncase "$*" in *version*) exit 1;; esac\n')
+    for _ in range(2):
+        _assert_refused(checkout.run("true", PATH=str(checkout.tools)), "no Python 3.11")
+
+
+def test_environment_of_a_wrong_python_is_refused(checkout: _Checkout) -> None:
+    (checkout.venv / "bin").mkdir(parents=True)
+    _script(checkout.venv / "bin/python", "#!/bin/sh\nexit 1\n")
+    _assert_refused(checkout.run("true"), "no working Python")
+    assert checkout.installs() == 0
