@@ -102,7 +102,7 @@ def _row(group: Sequence[records.RunRecord], loss: Loss) -> Row:
             family=run.config.family,
             L=run.config.train.context_length,
             n_act=float(run.accounting["n_act"]),
-            n_total=float(run.accounting["n_total"]),
+            n_total=float(run.accounting["total_params"]),
             K=hierarchy.sparsity,
             A=float(hierarchy.anchor_stride) or 1.0,
             flops=float(evaluations[0]["flops"]),

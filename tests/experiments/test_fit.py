@@ -1,0 +1,90 @@
+"""`python -m experiments.fit`: tables, files, and refusals in one line."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.law.grid import TABLE8, paper_rows
+from tests.law.sweep_directories import write_sweeps
+from xmod_jax.law.observations import read_csv, to_csv
+from xmod_jax.law.terms import LawFile
+
+
+def _run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "experiments.fit", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def _refused(*arguments: object) -> str:
+    done = _run(*arguments)
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1
+    return done.stderr
+
+
+@pytest.fixture
+def table(tmp_path):
+    path = tmp_path / "observations.csv"
+    path.write_text(to_csv(paper_rows()))
+    return path
+
+
+def test_csv_to_law_and_tables(table, tmp_path):
+    done = _run(f"--observations={table}", f"--output={tmp_path / 'out'}")
+    assert done.returncode == 0, done.stderr
+    law = LawFile.load(tmp_path / "out" / "law.json")
+    assert law.law.rho_N == pytest.approx(TABLE8["rho_N"], rel=1e-3)
+    assert law.n_observations == 101 and list(law.ranges["L"]) == [2048, 32768]
+    assert (tmp_path / "out" / "observations.csv").read_text() == table.read_text()
+    for text in ("rho_N", "101 observations", "L=2048", "A=0.5", "K=20"):
+        assert text in done.stdout
+    assert "warning" not in done.stdout
+
+
+def test_the_input_is_not_overwritten(table):
+    untidy = table.read_text().replace("family,L", "family, L")
+    table.write_text(untidy)
+    done = _run(f"--observations={table}")
+    assert done.returncode == 0, done.stderr
+    assert table.read_text() == untidy
+    assert json.loads((table.parent / "law.json").read_text())["r2_delta"] == pytest.approx(1)
+
+
+def test_one_sweep_does_not_determine_the_law_and_says_what_does(tmp_path):
+    path = write_sweeps(tmp_path, ["k_sweep_32k"])[0]
+    message = _refused(f"--workdir={path}")
+    for name in ("distinct L", "k_sweep_2k", "scale_sweep_32k", "anchor_sweep_32k"):
+        assert name in message
+    assert not (path / "law.json").exists()
+
+
+def test_sweeps_to_law_beside_the_first(tmp_path):
+    paths = write_sweeps(tmp_path)
+    done = _run(f"--workdir={','.join(map(str, paths))}", "--loss=threshold")
+    assert done.returncode == 0, done.stderr
+    assert LawFile.load(paths[0] / "law.json").rmse == pytest.approx(0, abs=1e-6)
+    assert any(row.dense for row in read_csv(paths[0] / "observations.csv"))
+
+
+def test_extrapolated_references_are_refused_or_marked(table, tmp_path):
+    table.write_text(table.read_text().replace(",1.5e+20,", ",9e+19,"))
+    assert "does not cover" in _refused(f"--observations={table}")
+    output = f"--output={tmp_path / 'out'}"
+    done = _run(f"--observations={table}", "--extrapolate_dense", output)
+    assert done.returncode == 0, done.stderr
+    assert "extrapolated for 101 rows" in done.stdout
+    assert LawFile.load(tmp_path / "out" / "law.json").warnings
+
+
+def test_mistakes_are_one_line(table, tmp_path):
+    assert "give either" in _refused()
+    assert "give either" in _refused(f"--observations={table}", f"--workdir={tmp_path}")
+    assert "loss" in _refused(f"--observations={table}", "--loss=best")
+    (tmp_path / "file").write_text("")
+    assert "file" in _refused(f"--observations={table}", f"--output={tmp_path / 'file' / 'x'}")
