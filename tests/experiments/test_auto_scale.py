@@ -3,7 +3,7 @@
 import pytest
 
 from experiments import registry
-from experiments.selection import Devices, auto_scale, bytes_per_device
+from experiments.auto_scale import Devices, auto_scale, bytes_per_device
 from xmod_jax import accounting
 
 GIB = 2**30
