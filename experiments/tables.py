@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 
@@ -28,7 +29,9 @@ def short(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """``"42s"``, ``"3m10s"``, ``"5h02m"``, ``"12d04h"``."""
+    """``"42s"``, ``"3m10s"``, ``"5h02m"``, ``"12d04h"``; ``"?"`` when not finite."""
+    if not math.isfinite(seconds):
+        return "?"
     whole = round(seconds)
     for size, unit, part, small in (
         (86400, "d", 3600, "h"),

@@ -1,0 +1,47 @@
+"""Which runs a worker takes, which have started, and what they cost."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from collections.abc import Sequence
+
+from experiments import description, estimate, tables
+from xmod_jax import records
+from xmod_jax.config import RunConfig
+from xmod_jax.errors import UserError
+from xmod_jax.records import RunRecord, Status
+
+
+def shard(runs: Sequence[RunConfig], text: str) -> Sequence[RunConfig]:
+    """The part of `runs` that ``"i/n"`` names: every n-th from i on; UserError when malformed."""
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if match is None or int(match[1]) >= int(match[2]):
+        raise UserError(f"--shard={text} is not i/n with 0 <= i < n, for instance 0/4")
+    return runs[int(match[1]) :: int(match[2])]
+
+
+def started(runs: Sequence[RunConfig], workdir: pathlib.Path) -> dict[str, RunRecord]:
+    """By name, the runs that have a run directory in `workdir`, finished or not."""
+    return {
+        run.name: RunRecord.load(workdir / run.name)
+        for run in runs
+        if (workdir / run.name / records.CONFIG).is_file()
+    }
+
+
+def plan(runs: Sequence[RunConfig], workdir: pathlib.Path) -> str:
+    """The plan as a table: what each run is, how far it is, how long all of it takes."""
+    rate = estimate.recorded_rate(started(runs, workdir).values())
+    source = "recorded" if rate else "guessed from a matrix product"
+    rate = rate or estimate.measured_rate(runs[0])
+    rows, left = [], 0.0
+    for run in runs:
+        seconds = estimate.work(run) / rate
+        status = records.status(workdir / run.name)
+        left += seconds if status is Status.UNFINISHED else 0
+        rows.append((*description.table_row(run), tables.duration(seconds), status.value))
+    text = tables.text_table((*description.TABLE_HEADER, "time", "status"), rows)
+    return (
+        f"{text}\nabout {tables.duration(left)} to go at {rate / 1e9:.3g} GFLOP/s here ({source})"
+    )

@@ -1,0 +1,72 @@
+"""The progress bar of a sweep: tokens, loss and remaining time of a run and of the whole sweep."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, TextIO
+
+from tqdm import tqdm
+
+from experiments import estimate, tables
+from xmod_jax import accounting
+from xmod_jax.config import RunConfig
+
+_FORMAT = "{desc} {percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt} tokens{postfix}"
+
+
+class Progress(Protocol):
+    """What training reports after a step; the fields that a bar shows."""
+
+    tokens: int
+    loss: float
+    tokens_per_s: float
+    eta_s: float
+
+
+class Display:
+    """One bar at a time, and lines of text that do not tear it."""
+
+    def __init__(self, runs: Sequence[RunConfig], stream: TextIO | None = None) -> None:
+        """Starts with `runs` still to do, in their order; writes to `stream` (stderr)."""
+        self._stream = stream or sys.stderr
+        self._total = len(runs)
+        self._work = {run.name: estimate.work(run) for run in runs}
+
+    def say(self, line: str) -> None:
+        """Prints a line above the bar."""
+        tqdm.write(line, file=self._stream)
+
+    def drop(self, run: RunConfig) -> None:
+        """Takes a run that is finished, failed or another worker's out of the remaining time."""
+        self._work.pop(run.name, None)
+
+    @contextlib.contextmanager
+    def bar(self, run: RunConfig) -> Iterator[Callable[[Progress], None]]:
+        """Shows a bar while the block trains `run`; gives the function that training calls."""
+        per_token = accounting.train_hardware_flops_per_token(run.model, run.train.context_length)
+        place = self._total - len(self._work) + 1
+        terminal = self._stream.isatty()
+        with tqdm(
+            total=run.train.tokens,
+            desc=f"[{place}/{self._total}] {run.name}",
+            bar_format=_FORMAT,
+            unit_scale=True,
+            file=self._stream,
+            # A log file gets a line now and then, not ten a second.
+            mininterval=0.1 if terminal else 30,
+        ) as bar:
+
+            def update(progress: Progress) -> None:
+                others = sum(work for name, work in self._work.items() if name != run.name)
+                rate = progress.tokens_per_s * per_token
+                sweep = progress.eta_s + others / rate if rate > 0 else float("inf")
+                bar.set_postfix_str(
+                    f"loss {progress.loss:.3f}, {tables.duration(progress.eta_s)} left, "
+                    f"sweep {tables.duration(sweep)}",
+                    refresh=False,
+                )
+                bar.update(progress.tokens - bar.n)
+
+            yield update

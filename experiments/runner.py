@@ -1,0 +1,152 @@
+"""Executes the runs of a sweep: each once, resumable, safe with several workers on one folder."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from experiments.progress import Display, Progress
+from experiments.registry import Experiment
+from xmod_jax import records
+from xmod_jax.config import RunConfig, config_hash
+from xmod_jax.errors import UserError
+from xmod_jax.records import RunClaimed, Status
+
+Train = Callable[[RunConfig, pathlib.Path, Callable[[Progress], None]], Any]
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What became of the runs, by name.
+
+    Attributes:
+      done: finished runs, whoever trained them.
+      failed: failed runs with the reason.
+      held: runs that another worker is training, with who it is.
+    """
+
+    done: list[str] = dataclasses.field(default_factory=list)
+    failed: dict[str, str] = dataclasses.field(default_factory=dict)
+    held: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainer:
+    """How a run is trained.
+
+    Attributes:
+      train: trains or resumes a run to its DONE mark (`xmod_jax.training.loop.train`).
+      failure: what `train` raises after it has marked a run FAILED.
+    """
+
+    train: Train
+    failure: type[Exception]
+
+
+def choose_workdir(experiment: Experiment, given: str | None) -> pathlib.Path:
+    """The work directory of a sweep: `given`, or ``runs/<experiment>_<scale>``; touches nothing.
+
+    Raises:
+      UserError: it is a file, holds another experiment or scale, or a run of another configuration
+        (names the first field that differs).
+    """
+    workdir = pathlib.Path(given or f"runs/{experiment.name}_{experiment.scale}")
+    if workdir.exists() and not workdir.is_dir():
+        raise UserError(f"--workdir={workdir} is a file: choose a folder")
+    if (workdir / records.SWEEP).exists():
+        stored = records.read_json(workdir / records.SWEEP)
+        theirs = (stored.get("experiment"), stored.get("scale"))
+        if theirs != (experiment.name, experiment.scale):
+            raise UserError(
+                f"--workdir={workdir} holds {theirs[0]} at {theirs[1]} scale, not "
+                f"{experiment.name} at {experiment.scale} scale: choose another folder"
+            )
+    for run in experiment.runs:
+        records.check_same_run(workdir / run.name, run)
+    return workdir
+
+
+def write_sweep(experiment: Experiment, workdir: pathlib.Path) -> None:
+    """Makes the work directory and its sweep.json, which names all runs with their hashes."""
+    workdir.mkdir(parents=True, exist_ok=True)
+    runs = [{"name": run.name, "hash": config_hash(run)} for run in experiment.runs]
+    content = {"experiment": experiment.name, "scale": experiment.scale, "runs": runs}
+    records.write_json(workdir / records.SWEEP, content)
+
+
+def train_one(
+    run: RunConfig,
+    directory: pathlib.Path,
+    trainer: Trainer,
+    display: Display,
+    retry_failed: bool = False,
+) -> Status:
+    """Trains or resumes one run under its claim, unless it is finished or failed already.
+
+    Returns:
+      How far the run is: done, or failed (now, or before and `retry_failed` is off).
+
+    Raises:
+      RunClaimed: another worker holds it.
+      UserError: the directory holds a run of another configuration.
+    """
+    with records.claim(directory):
+        # Looked at under the claim: another worker may just have ended it.
+        before = records.status(directory)
+        if before is Status.DONE or (before is Status.FAILED and not retry_failed):
+            return before
+        records.clear_failed(directory)
+        records.prepare(directory, run)
+        with display.bar(run) as progress, contextlib.suppress(trainer.failure):
+            trainer.train(run, directory, progress)
+    after = records.status(directory)
+    if after is Status.UNFINISHED:
+        raise RuntimeError(f"training of {directory} ended without a DONE or FAILED mark")
+    return after
+
+
+def run_all(
+    runs: Sequence[RunConfig],
+    workdir: pathlib.Path,
+    trainer: Trainer,
+    display: Display,
+    retry_failed: bool = False,
+) -> Outcome:
+    """Trains every run that is neither finished nor held by another worker.
+
+    A failed run does not stop the others. Runs that another worker holds are looked at again after
+    every round of training, so that those of a worker that died are taken over; when only held runs
+    are left, it returns.
+
+    Args:
+      runs: what to train, in this order.
+      workdir: holds a directory for each run, under its name.
+      trainer: how.
+      display: where progress is shown.
+      retry_failed: try runs again that failed before; else they stay failed.
+    """
+    outcome = Outcome()
+    pending = list(runs)
+    ended = True
+    while pending and ended:
+        ended = False
+        outcome.held.clear()
+        for run in list(pending):
+            directory = workdir / run.name
+            try:
+                status = train_one(run, directory, trainer, display, retry_failed)
+            except RunClaimed as claimed:
+                outcome.held[run.name] = str(claimed)
+                continue
+            ended = True
+            pending.remove(run)
+            display.drop(run)
+            if status is Status.FAILED:
+                outcome.failed[run.name] = records.failure(directory)
+                display.say(f"{run.name} failed: {outcome.failed[run.name]}")
+            else:
+                outcome.done.append(run.name)
+    return outcome

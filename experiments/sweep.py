@@ -1,0 +1,58 @@
+"""Trains every run of an experiment and shows loss against K at matched FLOPs.
+
+    python -m experiments.sweep --experiment=k_sweep_32k [--scale=mini] [--workdir=DIR]
+
+Prints the plan, then trains. A finished run is never repeated and an interrupted one resumes: after
+any interruption start the same command again. Several workers may share one work directory (on one
+machine or a file system with locks); --shard=i/n divides the runs between them beforehand.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from absl import flags
+
+from experiments import cli, planning, runner, selection
+from experiments.progress import Display
+
+_WORKDIR = flags.DEFINE_string(
+    "workdir", None, "folder of the sweep (default: runs/<experiment>_<scale>)"
+)
+_SHARD = flags.DEFINE_string("shard", "0/1", "i/n: train every n-th run from run i on, 0 <= i < n")
+_ONLY = flags.DEFINE_list("only", [], "train these runs only, by name, separated by commas")
+_DRY_RUN = flags.DEFINE_bool("dry_run", False, "print the plan and stop; writes nothing")
+_RETRY_FAILED = flags.DEFINE_bool("retry_failed", False, "train failed runs again")
+flags.adopt_module_key_flags(selection)
+
+
+def main() -> int:
+    """Plans, trains, reports."""
+    experiment = selection.selected()
+    runs = planning.shard(experiment.select(_ONLY.value), _SHARD.value)
+    workdir = runner.choose_workdir(experiment, _WORKDIR.value)
+    if not runs:
+        print(f"--shard={_SHARD.value} has no run: there are fewer runs than shards")
+        return 0
+    print(planning.plan(runs, workdir))
+    for line in experiment.skipped:
+        print(f"skipped {line}", file=sys.stderr)
+    if _DRY_RUN.value:
+        return 0
+    runner.write_sweep(experiment, workdir)
+    # Only now: a plan or a mistake needs none of what these load.
+    from experiments import summary
+    from xmod_jax.training import loop
+
+    outcome = runner.run_all(
+        runs,
+        workdir,
+        runner.Trainer(loop.train, loop.RunFailed),
+        Display(runs),
+        _RETRY_FAILED.value,
+    )
+    return summary.report(experiment, workdir, outcome)
+
+
+if __name__ == "__main__":
+    cli.run(main)

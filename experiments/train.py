@@ -1,0 +1,53 @@
+"""Trains, or resumes, one run of an experiment: what a cluster job starts.
+
+    python -m experiments.train --experiment=main_556m --run=xmod_a4k8 --workdir=DIR
+
+The work directory is that of the experiment's sweep: the run gets a folder in it, and a sweep with
+the same flags takes it over where this command stopped.
+"""
+
+from __future__ import annotations
+
+import json
+
+from absl import flags
+
+from experiments import cli, runner, selection
+from experiments.progress import Display
+from xmod_jax import records
+from xmod_jax.errors import UserError
+from xmod_jax.records import RunRecord, Status
+
+_RUN = flags.DEFINE_string("run", None, "name of the run within the experiment")
+_WORKDIR = flags.DEFINE_string(
+    "workdir", None, "folder of the sweep (default: runs/<experiment>_<scale>)"
+)
+_RETRY_FAILED = flags.DEFINE_bool("retry_failed", False, "train a failed run again")
+flags.adopt_module_key_flags(selection)
+
+
+def main() -> int:
+    """Trains the run; prints its last evaluation as JSON."""
+    experiment = selection.selected()
+    if not _RUN.value:
+        raise UserError(f"--run is missing; known: {', '.join(r.name for r in experiment.runs)}")
+    run = experiment.run(_RUN.value)
+    workdir = runner.choose_workdir(experiment, _WORKDIR.value)
+    runner.write_sweep(experiment, workdir)
+    # Only now: a mistake is told without loading what training needs.
+    from xmod_jax.training import loop
+
+    directory = workdir / run.name
+    display = Display([run])
+    trainer = runner.Trainer(loop.train, loop.RunFailed)
+    status = runner.train_one(run, directory, trainer, display, _RETRY_FAILED.value)
+    if status is Status.FAILED:
+        reason = records.failure(directory)
+        display.say(f"{run.name} failed: {reason} (--retry_failed tries again)")
+        return 1
+    print(json.dumps(RunRecord.load(directory).final))
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,103 @@
+"""`sweep` and `train` as commands: the plan, and mistakes in one line."""
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from experiments import estimate, planning, registry
+from tests.experiments.fake_training import final_record
+from xmod_jax import records
+from xmod_jax.errors import UserError
+
+ROOT = pathlib.Path(__file__).parents[2]
+EXPERIMENT = registry.get("k_sweep_32k", "mini")
+
+
+def run_command(command, *arguments):
+    return subprocess.run(
+        [sys.executable, "-m", f"experiments.{command}", *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path):
+    workdir = tmp_path / "sweep"
+    result = run_command(
+        "sweep", "--experiment=k_sweep_32k", "--scale=mini", f"--workdir={workdir}", "--dry_run"
+    )
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert [line.split()[0] for line in lines[1:6]] == [run.name for run in EXPERIMENT.runs]
+    for column in ("layers", "N/N_act", "phi ratio", "tokens", "steps", "time"):
+        assert column in lines[0]
+    assert "to go" in lines[6]
+    assert not workdir.exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "told"),
+    [
+        ("sweep", ["--experiment=nonsense"], "unknown experiment"),
+        ("sweep", ["--experiment=main_556m", "--scale=huge"], "unknown --scale=huge"),
+        ("sweep", ["--experiment=main_556m", "--scale=mini", "--only=x"], "unknown run 'x'"),
+        ("sweep", ["--experiment=main_556m", "--scale=mini", "--shard=2"], "--shard=2 is not"),
+        ("sweep", ["--experiment=main_556m", "--scale=mini", f"--workdir={__file__}"], "is a file"),
+        ("train", ["--experiment=main_556m", "--scale=mini"], "--run is missing"),
+        ("train", ["--experiment=main_556m", "--scale=mini", "--run=x"], "unknown run 'x'"),
+    ],
+)
+def test_mistakes_are_one_line_and_status_2(command, arguments, told):
+    result = run_command(command, *arguments)
+    assert result.returncode == 2
+    assert told in result.stderr and result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize("command", ["sweep", "train"])
+def test_a_work_directory_of_another_configuration_is_refused(command, tmp_path):
+    records.prepare(tmp_path / "dense", EXPERIMENT.override(seed=4).run("dense"))
+    arguments = ["--experiment=k_sweep_32k", "--scale=mini", f"--workdir={tmp_path}"]
+    result = run_command(command, *arguments, *(["--run=dense"] if command == "train" else []))
+    assert result.returncode == 2
+    assert "train.seed is 4 there, 0 here" in result.stderr and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["sweep", "train"])
+def test_a_folder_that_cannot_be_made_is_one_line(command, tmp_path):
+    (tmp_path / "file").touch()
+    workdir = tmp_path / "file" / "sweep"
+    arguments = ["--experiment=k_sweep_32k", "--scale=mini", f"--workdir={workdir}"]
+    result = run_command(command, *arguments, *(["--run=dense"] if command == "train" else []))
+    assert result.returncode == 2
+    assert str(workdir) in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_shards_are_disjoint_and_together_everything():
+    parts = [planning.shard(EXPERIMENT.runs, f"{i}/3") for i in range(3)]
+    assert sorted(run.name for part in parts for run in part) == sorted(
+        run.name for run in EXPERIMENT.runs
+    )
+    for text in ("3/3", "1/0", "a/2", "-1/2", "1", ""):
+        with pytest.raises(UserError, match="--shard"):
+            planning.shard(EXPERIMENT.runs, text)
+
+
+def test_the_estimate_follows_recorded_speed(tmp_path):
+    run = EXPERIMENT.runs[0]
+    directory = tmp_path / run.name
+    records.prepare(directory, run)
+    for step, speed in enumerate((10.0, 1000.0, 1000.0), 1):
+        records.append(directory / records.TRAIN, {"step": step, "tokens_per_s": speed})
+    record = records.RunRecord.load(directory)
+    rate = estimate.recorded_rate([record])
+    assert rate == 1000 * record.accounting["hardware_flops_per_token"]
+    assert estimate.recorded_rate([]) is None
+    # The evaluations come on top of the training tokens.
+    assert estimate.work(run) / rate > run.train.tokens / 1000
+    records.mark_done(directory, final_record(run))
+    text = planning.plan(EXPERIMENT.runs, tmp_path)
+    assert "(recorded)" in text and text.splitlines()[1].endswith("done")
