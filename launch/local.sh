@@ -60,12 +60,13 @@ make_environment() {
 # `install ARGUMENT ...` as pip takes them. -I keeps PYTHONPATH from passing for the environment.
 install() {
   if command -v uv >/dev/null; then
-    uv pip install --quiet --python "$venv/bin/python" "$@"
-  else
-    # An environment that uv filled has no pip.
-    "$venv/bin/python" -I -c 'import pip' 2>/dev/null || "$venv/bin/python" -I -m ensurepip >&2
-    "$venv/bin/python" -I -m pip install -qq --disable-pip-version-check "$@"
+    uv pip install --quiet --python "$venv/bin/python" "$@" && return
+    # It does not read pip's settings, such as a site's mirror or certificates.
+    say "uv failed, see above; trying pip"
   fi
+  # An environment that uv filled has no pip.
+  "$venv/bin/python" -I -c 'import pip' 2>/dev/null || "$venv/bin/python" -I -m ensurepip >/dev/null
+  "$venv/bin/python" -I -m pip install -qq --disable-pip-version-check "$@"
 }
 
 # Clears what a killed first install left, and refuses a folder that is not ours to fill.
