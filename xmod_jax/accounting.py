@@ -22,7 +22,7 @@ from fractions import Fraction
 
 from xmod_jax.config import Backbone, ModelConfig, Update
 
-ATTENTION_BLOCK = 512  # default edge of an attention block, in tokens
+ATTENTION_BLOCK = 256  # edge of an attention block in tokens, as the blockwise kernel has it
 
 
 @dataclasses.dataclass(frozen=True)
