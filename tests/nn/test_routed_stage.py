@@ -1,0 +1,132 @@
+"""The lean stage against plain autodiff: values and every gradient."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.nn.references import make_problem, plain_stage, toy_block
+from xmod_jax.nn import routing
+from xmod_jax.nn.routed_stage import gated_residual, routed_stage
+
+UPDATE = gated_residual(toy_block)
+
+
+def both_ways(problem, K, tau, seed, valid_BL=None):
+    """Value and gradients of a random scalar of stream and alignment loss, lean and plain."""
+    count = routing.capacity(problem.x_BLD.shape[1], K)
+    dtype = problem.x_BLD.dtype
+    bar_BLD = jax.random.normal(jax.random.key(seed), problem.x_BLD.shape, dtype)
+    bar_S = jax.random.normal(jax.random.key(seed + 1), problem.router_SD.shape[:1], dtype)
+
+    def lean(params, router_SD, x_BLD):
+        options = {"sparsity": K, "bias_scale": tau, "valid_BL": valid_BL}
+        out = routed_stage(UPDATE, params, router_SD, x_BLD, problem.positions_BL, **options)
+        return jnp.sum(out.x_BLD * bar_BLD) + out.alignment_S @ bar_S, (out[0], out[1])
+
+    def plain(params, router_SD, x_BLD):
+        out = plain_stage(params, router_SD, x_BLD, problem.positions_BL, count, tau, valid_BL)
+        return jnp.sum(out[0] * bar_BLD) + out[1] @ bar_S, out
+
+    arguments = problem[:3]
+    return (
+        jax.jit(jax.value_and_grad(f, argnums=(0, 1, 2), has_aux=True))(*arguments)
+        for f in (lean, plain)
+    )
+
+
+def worst(got, want):
+    """Largest difference over a pytree, relative to each leaf's largest entry."""
+    difference = jax.tree.map(
+        lambda a, b: float(np.max(np.abs(a - b)) / (1 + np.max(np.abs(b)))), got, want
+    )
+    return max(jax.tree.leaves(difference))
+
+
+@pytest.mark.parametrize(
+    ("B", "L", "S", "K"),
+    [(1, 16, 4, 4), (3, 13, 5, 4), (2, 3, 6, 8), (2, 1, 3, 4), (4, 9, 1, 2), (2, 8, 3, 1)],
+    ids=["plain", "K does not divide L", "L < K", "one token", "one layer", "K = 1"],
+)
+@pytest.mark.parametrize("tau", [0.0, 1.0])
+def test_lean_stage_equals_plain_autodiff_in_float64(B, L, S, K, tau):
+    with jax.enable_x64(True):
+        lean, plain = both_ways(make_problem(L + S, B, L, 8, S), K, tau, seed=7)
+        assert worst(lean, plain) < 1e-12
+
+
+@pytest.mark.parametrize(("B", "L", "S", "K"), [(2, 33, 6, 4), (3, 5, 4, 8)])
+def test_lean_stage_equals_plain_autodiff_in_float32(B, L, S, K):
+    lean, plain = both_ways(make_problem(L, B, L, 16, S, jnp.float32), K, 1.0, seed=3)
+    assert worst(lean, plain) < 1e-5
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    B=st.integers(1, 3),
+    L=st.integers(1, 20),
+    S=st.integers(1, 5),
+    K=st.integers(1, 24),
+    seed=st.integers(0, 10_000),
+)
+def test_lean_stage_equals_plain_autodiff_at_any_size(B, L, S, K, seed):
+    with jax.enable_x64(True):
+        lean, plain = both_ways(make_problem(seed, B, L, 4, S), K, 1.0, seed)
+        assert worst(lean, plain) < 1e-12
+
+
+def test_padding_neither_competes_nor_changes_nor_counts():
+    with jax.enable_x64(True):
+        problem = make_problem(0, 2, 12, 8, 4)
+        valid_BL = jnp.arange(12) < jnp.array([12, 2])[:, None]
+        lean, plain = both_ways(problem, 3, 1.0, 5, valid_BL)
+        assert worst(lean, plain) < 1e-12
+        (_, (x_BLD, _)), _ = lean
+        assert np.array_equal(x_BLD[1, 2:], problem.x_BLD[1, 2:])
+
+
+def test_a_sequence_does_not_depend_on_its_batch():
+    problem = make_problem(1, 4, 17, 8, 5, jnp.float32)
+    run = lambda x_BLD, positions_BL: (
+        routed_stage(
+            UPDATE, problem.params, problem.router_SD, x_BLD, positions_BL, sparsity=4
+        ).x_BLD
+    )
+    together = run(problem.x_BLD, problem.positions_BL)
+    for b in range(4):
+        alone = run(problem.x_BLD[b : b + 1], problem.positions_BL[b : b + 1])
+        np.testing.assert_allclose(together[b : b + 1], alone, rtol=1e-5, atol=1e-6)
+
+
+def test_huge_router_logits_keep_loss_and_gradients_finite():
+    problem = make_problem(2, 2, 16, 8, 3, jnp.float32)
+    problem = problem._replace(router_SD=problem.router_SD * 1e5)
+    lean, _ = both_ways(problem, 4, 1.0, seed=1)
+    assert all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(lean))
+
+
+def test_every_router_gets_a_gradient_through_the_score_alone():
+    problem = make_problem(3, 2, 16, 8, 4, jnp.float32)
+
+    def loss(router_SD):
+        out = routed_stage(
+            UPDATE, problem.params, router_SD, problem.x_BLD, problem.positions_BL, sparsity=4
+        )
+        return jnp.sum(out.x_BLD**2)
+
+    assert np.all(np.linalg.norm(jax.grad(loss)(problem.router_SD), axis=-1) > 0)
+
+
+def test_bfloat16_stream_keeps_router_and_decisions_in_float32():
+    problem = make_problem(4, 1, 3, 8, 1, jnp.float32)
+    # 1.0, 1.001 and 1.002 are one number in bfloat16; the float32 router must still tell them apart.
+    router_SD = jnp.zeros((1, 8)).at[0, 0].set(1.0).at[0, 1].set(0.001)
+    x_BLD = jnp.ones((1, 3, 8)).at[0, :, 1].set(jnp.array([0.0, 1.0, 2.0])).astype(jnp.bfloat16)
+    out = routed_stage(UPDATE, problem.params, router_SD, x_BLD, problem.positions_BL, sparsity=3)
+    changed_L = np.any(np.asarray(out.x_BLD != x_BLD), axis=(0, 2))
+    assert changed_L.tolist() == [False, False, True]
+    assert out.kth_S.dtype == jnp.float32

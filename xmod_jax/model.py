@@ -1,0 +1,163 @@
+"""The decoder: embedding, dense prefix, stages, final norm, head (SPEC 1 to 4).
+
+One model for every architecture; the hierarchy and the routing of its configuration make it dense,
+MoD or X-MoD. Layers are stacked on axis 0 and scanned, so compile time does not grow with depth.
+
+Shapes: B batch, L context, D width, V vocabulary, S sparse layers of a stage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from xmod_jax.config import ModelConfig
+from xmod_jax.hierarchy import StageGroup
+from xmod_jax.nn import attention
+from xmod_jax.nn.layers import (
+    INIT_STD,
+    DecoderBlock,
+    Phases,
+    RMSNorm,
+    SparseLayer,
+    dense_layer,
+    rotary_phases,
+    sparse_update,
+)
+from xmod_jax.nn.routed_stage import StageOutput, routed_stage
+from xmod_jax.nn.threshold_stage import PAPER_THRESHOLD, ThresholdOutput, threshold_stage
+
+Thresholds = tuple[jax.Array, ...]  # per stage group [count, S], of biased logits
+
+
+@dataclasses.dataclass(frozen=True)
+class TopK:
+    """Training's routing: the ceil(L/K) highest-ranked tokens of the sequence. Not causal."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Threshold:
+    """Causal routing by a threshold on the biased logit of every sparse layer."""
+
+    values: Thresholds
+
+
+Route = TopK | Threshold
+
+
+class Stages(nnx.Module):
+    """The stages of one group, stacked: sparse layers [count, S, ...], anchors [count, ...]."""
+
+    def __init__(self, config: ModelConfig, group: StageGroup, *, rngs: nnx.Rngs):
+        make_sparse = lambda key: SparseLayer(config.backbone, config.routing, rngs=nnx.Rngs(key))
+        keys = jax.random.split(rngs.params(), (group.count, group.sparse_layers))
+        self.sparse = jax.vmap(jax.vmap(make_sparse))(keys)
+        self.anchor = _stack(config, group.count, rngs) if group.anchor else None
+
+
+class Decoder(nnx.Module):
+    """A decoder language model. A plain pytree of float32 parameters; calls change nothing."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        backbone = config.backbone
+        self.config = config
+        table = (backbone.vocab_size, backbone.d_model)
+        self.embedding = nnx.Param(INIT_STD * jax.random.normal(rngs.params(), table))
+        prefix = config.hierarchy.prefix
+        self.prefix = _stack(config, prefix, rngs) if prefix else None
+        groups = config.hierarchy.groups
+        self.groups = nnx.List([Stages(config, group, rngs=rngs) for group in groups])
+        self.final_norm = RMSNorm(backbone.d_model, backbone.norm_eps)
+        self.head = nnx.Param(INIT_STD * jax.random.normal(rngs.params(), table[::-1]))
+
+    def __call__(
+        self, tokens_BL: jax.Array, route: Route, valid_BL: jax.Array | None = None
+    ) -> tuple[jax.Array, list[Any]]:
+        """Runs the decoder up to the final norm.
+
+        Args:
+          tokens_BL: int32 tokens.
+          route: how sparse layers choose their tokens.
+          valid_BL: bool; False marks padding, which must stand at the end of a sequence.
+
+        Returns:
+          The normalised states [B, L, D] in the compute dtype, and for every stage group its
+          `StageOutput` or `ThresholdOutput` with fields stacked over stages, without the stream.
+        """
+        backbone = self.config.backbone
+        positions_BL = jnp.broadcast_to(jnp.arange(tokens_BL.shape[1]), tokens_BL.shape)
+        phases = rotary_phases(positions_BL, backbone.head_dim, backbone.rope_base)
+        x_BLD = self.embedding[...][tokens_BL].astype(self.config.compute.value)
+        if self.prefix is not None:
+            x_BLD = _run_dense(self.prefix, x_BLD, phases)
+        outputs = []
+        for index, stages in enumerate(self.groups):
+            chosen = route.values[index] if isinstance(route, Threshold) else None
+            x_BLD, output = self._run_group(stages, x_BLD, phases, chosen, valid_BL)
+            outputs.append(output)
+        return self.final_norm(x_BLD), outputs
+
+    def logits(self, states_BLD: jax.Array) -> jax.Array:
+        """Float32 logits [B, L, V] of normalised states. For few tokens: losses go by chunks."""
+        head_DV = self.head[...].astype(states_BLD.dtype)
+        wide = jnp.promote_types(jnp.float32, states_BLD.dtype)
+        return jnp.einsum("bld,dv->blv", states_BLD, head_DV, preferred_element_type=wide)
+
+    def thresholds(self, value: float = PAPER_THRESHOLD) -> Thresholds:
+        """One threshold for every sparse layer; the default is the paper's r >= 0.5."""
+        groups = self.config.hierarchy.groups
+        return tuple(
+            jnp.full((group.count, group.sparse_layers), value, jnp.float32) for group in groups
+        )
+
+    def _run_group(
+        self,
+        stages: Stages,
+        x_BLD: jax.Array,
+        phases: Phases,
+        thresholds: jax.Array | None,
+        valid_BL: jax.Array | None,
+    ) -> tuple[jax.Array, Any]:
+        options = {
+            "sparsity": self.config.hierarchy.sparsity,
+            "bias_scale": self.config.routing.bias_scale,
+            "valid_BL": valid_BL,
+        }
+
+        def stage(x_BLD, item):
+            stage, threshold_S = item
+            arguments = (sparse_update, stage.sparse, stage.sparse.router[...], x_BLD, phases)
+            output: StageOutput | ThresholdOutput
+            if threshold_S is None:
+                output = routed_stage(*arguments, **options)
+            else:
+                output = threshold_stage(*arguments, threshold_S, **options)
+            x_BLD = output.x_BLD
+            if stage.anchor is not None:
+                x_BLD = _remat_dense_layer(stage.anchor, x_BLD, phases)
+            return x_BLD, output._replace(x_BLD=None)
+
+        return jax.lax.scan(stage, x_BLD, (stages, thresholds))
+
+
+def _stack(config: ModelConfig, count: int, rngs: nnx.Rngs) -> DecoderBlock:
+    make = lambda key: DecoderBlock(config.backbone, rngs=nnx.Rngs(key))
+    return jax.vmap(make)(jax.random.split(rngs.params(), count))
+
+
+# A layer's backward pass recomputes its products from its input; only the attention output is kept,
+# since recomputing that costs L^2.
+_remat_dense_layer = functools.partial(
+    jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(*attention.SAVED)
+)(dense_layer)
+
+
+def _run_dense(blocks: DecoderBlock, x_BLD: jax.Array, phases: Phases) -> jax.Array:
+    layer = lambda x_BLD, block: (_remat_dense_layer(block, x_BLD, phases), None)
+    return jax.lax.scan(layer, x_BLD, blocks)[0]

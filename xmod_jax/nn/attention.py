@@ -1,0 +1,149 @@
+"""Causal grouped-query attention without an L x L buffer.
+
+On an accelerator with cuDNN the fused kernel is used; elsewhere a blockwise one in plain JAX that
+skips the blocks above the diagonal, forward and backward (Dao et al., FlashAttention-2).
+
+Shapes: B batch, L rows in position order, H query heads, G key/value heads, R = H/G query heads per
+key/value head, E head dim, N = B*G, n blocks of b rows, M = R*b query rows of a block.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+BLOCK = 256  # rows of a block: scores of a few heads stay in the cache of a core
+SAVED = ("attention_output", "attention_lse")  # what per-layer rematerialisation keeps
+_MASKED = -1e30  # finite, so that a row's maximum never turns into inf - inf
+
+
+def causal_attention(q_BLHE: jax.Array, k_BLGE: jax.Array, v_BLGE: jax.Array) -> jax.Array:
+    """Causal attention; row i sees rows 0..i.
+
+    Args:
+      q_BLHE: queries, rotary phases already applied.
+      k_BLGE: keys; G divides H.
+      v_BLGE: values.
+
+    Returns:
+      [B, L, H, E] in the dtype of the queries; softmax in float32 (float64 for float64 input).
+    """
+    if jax.default_backend() == "gpu" and q_BLHE.dtype in (jnp.bfloat16, jnp.float16):
+        # The causal flag, never a materialised mask or bias: those gave NaN in cuDNN at some lengths.
+        return jax.nn.dot_product_attention(
+            q_BLHE, k_BLGE, v_BLGE, is_causal=True, implementation="cudnn"
+        )
+    return blockwise_attention(q_BLHE, k_BLGE, v_BLGE, BLOCK)
+
+
+def blockwise_attention(
+    q_BLHE: jax.Array, k_BLGE: jax.Array, v_BLGE: jax.Array, block: int
+) -> jax.Array:
+    """`causal_attention` in plain JAX, `block` rows at a time; any length."""
+    B, L, H, E = q_BLHE.shape
+    G = k_BLGE.shape[2]
+    b = min(block, L)
+    n = -(-L // b)
+    pad = ((0, 0), (0, n * b - L), (0, 0), (0, 0))
+    # Padding comes last, so that causality hides it from every real row.
+    q = jnp.pad(q_BLHE * jnp.asarray(E**-0.5, q_BLHE.dtype), pad).reshape(B, n, b, G, H // G, E)
+    q_nNME = q.transpose(1, 0, 3, 4, 2, 5).reshape(n, B * G, H // G * b, E)
+    k_nNbE, v_nNbE = (
+        jnp.pad(a, pad).reshape(B, n, b, G, E).transpose(1, 0, 3, 2, 4).reshape(n, B * G, b, E)
+        for a in (k_BLGE, v_BLGE)
+    )
+    o_nNME = _attend(q_nNME, k_nNbE, v_nNbE)
+    o = o_nNME.reshape(n, B, G, H // G, b, E).transpose(1, 0, 4, 2, 3, 5)
+    return o.reshape(B, n * b, H, E)[:, :L]
+
+
+@jax.custom_vjp
+def _attend(q_nNME: jax.Array, k_nNbE: jax.Array, v_nNbE: jax.Array) -> jax.Array:
+    return _attend_forward(q_nNME, k_nNbE, v_nNbE)[0]
+
+
+def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Batched product with the accumulator (at least float32) as its result."""
+    out = jnp.promote_types(jnp.float32, a.dtype)
+    return jnp.einsum(equation, a, b, preferred_element_type=out)
+
+
+def _diagonal(M: int, b: int) -> jax.Array:
+    """[M, b] mask of a diagonal block: row r*b + i sees keys 0..i."""
+    return jnp.tile(jnp.tril(jnp.ones((b, b), bool)), (M // b, 1))
+
+
+def _attend_forward(q_nNME, k_nNbE, v_nNbE):
+    n, N, M, E = q_nNME.shape
+    wide = jnp.promote_types(jnp.float32, q_nNME.dtype)
+    kT_nNEb = k_nNbE.swapaxes(-1, -2)  # transposed once: q.k is then the same product as p.v
+    visible_Mb = _diagonal(M, k_nNbE.shape[2])
+
+    def block(q_NME, j, carry, visible_Mb=None):
+        top_NM, sum_NM, acc_NME = carry
+        s_NMb = _product("nme,neb->nmb", q_NME, kT_nNEb[j])
+        if visible_Mb is not None:
+            s_NMb = jnp.where(visible_Mb, s_NMb, _MASKED)
+        new_NM = jnp.maximum(top_NM, s_NMb.max(-1))
+        p_NMb = jnp.exp(s_NMb - new_NM[..., None])
+        shrink_NM = jnp.exp(top_NM - new_NM)
+        pv_NME = _product("nmb,nbe->nme", p_NMb.astype(v_nNbE.dtype), v_nNbE[j])
+        acc_NME = acc_NME * shrink_NM[..., None] + pv_NME
+        return new_NM, sum_NM * shrink_NM + p_NMb.sum(-1), acc_NME
+
+    def rows(_, item):
+        i, q_NME = item
+        empty_NM = jnp.full((N, M), _MASKED, wide)
+        start = (empty_NM, jnp.zeros((N, M), wide), jnp.zeros((N, M, E), wide))
+        # The diagonal first: every row sees its own key, so the running maximum is real at once.
+        carry = block(q_NME, i, start, visible_Mb)
+        top_NM, sum_NM, acc_NME = lax.fori_loop(0, i, functools.partial(block, q_NME), carry)
+        o_NME = (acc_NME / sum_NM[..., None]).astype(q_NME.dtype)
+        return None, (o_NME, top_NM + jnp.log(sum_NM))
+
+    _, (o_nNME, lse_nNM) = lax.scan(rows, None, (jnp.arange(n), q_nNME))
+    o_nNME = checkpoint_name(o_nNME, SAVED[0])
+    lse_nNM = checkpoint_name(lse_nNM, SAVED[1])
+    return o_nNME, (q_nNME, k_nNbE, v_nNbE, o_nNME, lse_nNM)
+
+
+def _attend_backward(saved, do_nNME):
+    q_nNME, k_nNbE, v_nNbE, o_nNME, lse_nNM = saved
+    n, N, b, E = k_nNbE.shape
+    wide = jnp.promote_types(jnp.float32, q_nNME.dtype)
+    delta_nNM = (o_nNME.astype(wide) * do_nNME.astype(wide)).sum(-1)
+    qT_nNEM, doT_nNEM = q_nNME.swapaxes(-1, -2), do_nNME.swapaxes(-1, -2)
+    visible_bM = _diagonal(q_nNME.shape[2], b).T
+
+    def block(k_NbE, v_NbE, i, carry, visible_bM=None):
+        # Scores transposed: only one of the five products then has a transposed left side.
+        dq_nNME, dk_NbE, dv_NbE = carry
+        s_NbM = _product("nbe,nem->nbm", k_NbE, qT_nNEM[i])
+        if visible_bM is not None:
+            s_NbM = jnp.where(visible_bM, s_NbM, _MASKED)
+        p_NbM = jnp.exp(s_NbM - lse_nNM[i][:, None])
+        dp_NbM = _product("nbe,nem->nbm", v_NbE, doT_nNEM[i])
+        ds_NbM = (p_NbM * (dp_NbM - delta_nNM[i][:, None])).astype(k_NbE.dtype)
+        dv_NbE += _product("nbm,nme->nbe", p_NbM.astype(v_NbE.dtype), do_nNME[i])
+        dk_NbE += _product("nbm,nme->nbe", ds_NbM, q_nNME[i])
+        dq_nNME = dq_nNME.at[i].add(_product("nbm,nbe->nme", ds_NbM, k_NbE))
+        return dq_nNME, dk_NbE, dv_NbE
+
+    def columns(dq_nNME, item):
+        j, k_NbE, v_NbE = item
+        carry = dq_nNME, jnp.zeros((N, b, E), wide), jnp.zeros((N, b, E), wide)
+        carry = block(k_NbE, v_NbE, j, carry, visible_bM)
+        below = functools.partial(block, k_NbE, v_NbE)
+        dq_nNME, dk_NbE, dv_NbE = lax.fori_loop(j + 1, n, below, carry)
+        return dq_nNME, (dk_NbE.astype(k_NbE.dtype), dv_NbE.astype(v_NbE.dtype))
+
+    items = (jnp.arange(n), k_nNbE, v_nNbE)
+    dq_nNME, (dk_nNbE, dv_nNbE) = lax.scan(columns, jnp.zeros(q_nNME.shape, wide), items)
+    return dq_nNME.astype(q_nNME.dtype), dk_nNbE, dv_nNbE
+
+
+_attend.defvjp(_attend_forward, _attend_backward)

@@ -1,0 +1,144 @@
+"""The Qwen3-style layer (SPEC 2) as plain NNX pytrees, and the sparse layer around it (SPEC 3).
+
+Modules hold parameters in float32 and never change in `__call__`; matrices are cast to the dtype of
+the activations. Stacked modules (layers on axis 0) are made with `jax.vmap` over their constructor
+and taken apart by `jax.lax.scan`.
+
+Shapes: B batch, L rows (tokens of a context, or the routed ones), D width, H query heads, G
+key/value heads, E head dim, F FFN width.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from xmod_jax.config import Backbone, Routing, Update
+from xmod_jax.nn.attention import causal_attention
+
+INIT_STD = 0.02  # of every matrix, as Qwen3's initializer_range
+
+
+class Phases(NamedTuple):
+    """Rotary phases of tokens, float32 [B, L, E/2] each; they travel with gathered rows."""
+
+    cos_BLe: jax.Array
+    sin_BLe: jax.Array
+
+
+def rotary_phases(positions_BL: jax.Array, head_dim: int, base: float) -> Phases:
+    """Phases of RoPE at integer positions [B, L] (SPEC 2: base 1e6, original positions)."""
+    wavelength_e = base ** -(jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    angle_BLe = positions_BL[..., None].astype(jnp.float32) * wavelength_e
+    return Phases(jnp.cos(angle_BLe), jnp.sin(angle_BLe))
+
+
+def rotate(x_BLHE: jax.Array, phases: Phases) -> jax.Array:
+    """Applies RoPE, pairing element e with e + E/2 as Qwen3 does."""
+    first, second = jnp.split(x_BLHE, 2, axis=-1)
+    cos = phases.cos_BLe[..., None, :].astype(x_BLHE.dtype)
+    sin = phases.sin_BLe[..., None, :].astype(x_BLHE.dtype)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm over the last axis, computed in at least float32."""
+
+    def __init__(self, size: int, eps: float):
+        self.scale = nnx.Param(jnp.ones(size, jnp.float32))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.promote_types(jnp.float32, x.dtype))
+        inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return (wide * inverse).astype(x.dtype) * self.scale[...].astype(x.dtype)
+
+
+def _matrix(rngs: nnx.Rngs, *shape: int) -> nnx.Param:
+    return nnx.Param(INIT_STD * jax.random.normal(rngs.params(), shape, jnp.float32))
+
+
+class Attention(nnx.Module):
+    """Grouped-query causal attention with RMSNorm on each head's queries and keys."""
+
+    def __init__(self, config: Backbone, *, rngs: nnx.Rngs):
+        D, E = config.d_model, config.head_dim
+        self.query = _matrix(rngs, D, config.num_heads * E)
+        self.key = _matrix(rngs, D, config.num_kv_heads * E)
+        self.value = _matrix(rngs, D, config.num_kv_heads * E)
+        self.output = _matrix(rngs, config.num_heads * E, D)
+        self.query_norm = RMSNorm(E, config.norm_eps)
+        self.key_norm = RMSNorm(E, config.norm_eps)
+        self.head_dim = E
+
+    def __call__(self, x_BLD: jax.Array, phases: Phases) -> jax.Array:
+        """Attends among the given rows, which stand in position order."""
+        q, k, v_BLGE = (
+            (x_BLD @ w[...].astype(x_BLD.dtype)).reshape(*x_BLD.shape[:2], -1, self.head_dim)
+            for w in (self.query, self.key, self.value)
+        )
+        q_BLHE = rotate(self.query_norm(q), phases)
+        k_BLGE = rotate(self.key_norm(k), phases)
+        out_BLHE = causal_attention(q_BLHE, k_BLGE, v_BLGE)
+        return out_BLHE.reshape(*x_BLD.shape[:2], -1) @ self.output[...].astype(x_BLD.dtype)
+
+
+class SwiGLU(nnx.Module):
+    """Gated FFN: ``(silu(x W_gate) * (x W_up)) W_down``."""
+
+    def __init__(self, d_model: int, d_ff: int, *, rngs: nnx.Rngs):
+        self.gate = _matrix(rngs, d_model, d_ff)
+        self.up = _matrix(rngs, d_model, d_ff)
+        self.down = _matrix(rngs, d_ff, d_model)
+
+    def __call__(self, x_BLD: jax.Array) -> jax.Array:
+        gate, up, down = (w[...].astype(x_BLD.dtype) for w in (self.gate, self.up, self.down))
+        return (jax.nn.silu(x_BLD @ gate) * (x_BLD @ up)) @ down
+
+
+class DecoderBlock(nnx.Module):
+    """Pre-norm attention and FFN; gives the two residuals instead of adding them."""
+
+    def __init__(self, config: Backbone, *, rngs: nnx.Rngs):
+        self.attention_norm = RMSNorm(config.d_model, config.norm_eps)
+        self.attention = Attention(config, rngs=rngs)
+        self.ffn_norm = RMSNorm(config.d_model, config.norm_eps)
+        self.ffn = SwiGLU(config.d_model, config.d_ff, rngs=rngs)
+
+    def __call__(self, x_BLD: jax.Array, phases: Phases) -> tuple[jax.Array, jax.Array]:
+        """Returns a = Attention(norm(x)) and f = FFN(norm(x + a)), both [B, L, D]."""
+        a_BLD = self.attention(self.attention_norm(x_BLD), phases)
+        return a_BLD, self.ffn(self.ffn_norm(x_BLD + a_BLD))
+
+
+def dense_layer(block: DecoderBlock, x_BLD: jax.Array, phases: Phases) -> jax.Array:
+    """x + a + f, a dense layer."""
+    a_BLD, f_BLD = block(x_BLD, phases)
+    return x_BLD + a_BLD + f_BLD
+
+
+class SparseLayer(nnx.Module):
+    """A block, its router vector and, for the X-MoD update, its gate scale (SPEC 3)."""
+
+    def __init__(self, config: Backbone, routing: Routing, *, rngs: nnx.Rngs):
+        self.block = DecoderBlock(config, rngs=rngs)
+        std = routing.router_init_std
+        shape = (config.d_model,)
+        self.router = nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32))
+        if routing.update is Update.XMOD:
+            self.gate = nnx.Param(jnp.asarray(routing.gate_init, jnp.float32))
+        self.update = routing.update
+
+
+def sparse_update(
+    layer: SparseLayer, rows_BCD: jax.Array, phases: Phases, score_BC: jax.Array
+) -> jax.Array:
+    """New values of the routed rows under the layer's update rule (SPEC 3)."""
+    a_BCD, f_BCD = layer.block(rows_BCD, phases)
+    if layer.update is Update.MOD:
+        return rows_BCD + a_BCD + score_BC[..., None].astype(rows_BCD.dtype) * f_BCD
+    weight_BC = (layer.gate[...] * score_BC).astype(rows_BCD.dtype)
+    return rows_BCD + weight_BC[..., None] * (a_BCD + f_BCD)

@@ -1,0 +1,112 @@
+"""The routed stage under causal threshold routing: evaluation, and every reported loss (SPEC 3).
+
+A token enters a layer iff its biased logit reaches the layer's threshold, so nothing after it can
+change the decision. There is no capacity; each layer runs in the smallest of a few row buckets
+that holds every routed token of the batch, and no token is ever dropped.
+
+Shapes: B batch, L context, M rows of a bucket, D width, S sparse layers of the stage.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from xmod_jax.nn import routing
+from xmod_jax.nn.routed_stage import RowUpdate, read_logits
+
+PAPER_THRESHOLD = 0.0  # of the biased logit: sigmoid(0) = 0.5
+
+
+class ThresholdOutput(NamedTuple):
+    """What a stage under threshold routing returns.
+
+    Attributes:
+      x_BLD: the stream after the stage.
+      routed_S: share of the valid tokens routed to each layer.
+      coverage: share of tokens that at least one layer of the stage updated, mean over sequences.
+      jaccard_B: overlap of consecutive layers' token sets, mean over a sequence's pairs with a
+        non-empty union; NaN where there is none.
+      updates: [S + 1] number of tokens with 0, 1, ... S updates in the stage.
+    """
+
+    x_BLD: jax.Array
+    routed_S: jax.Array
+    coverage: jax.Array
+    jaccard_B: jax.Array
+    updates: jax.Array
+
+
+def threshold_stage(
+    update: RowUpdate,
+    params: Any,
+    router_SD: jax.Array,
+    x_BLD: jax.Array,
+    positions: Any,
+    threshold_S: jax.Array,
+    *,
+    sparsity: int,
+    bias_scale: float = 1.0,
+    valid_BL: jax.Array | None = None,
+) -> ThresholdOutput:
+    """Runs S sparse layers; token i enters layer s iff ``s_i - tau * b_i >= threshold_S[s]``.
+
+    Arguments as `routed_stage`'s; forward only in use, though nothing prevents differentiation.
+    Call it outside `jax.vmap`: a vmapped switch runs every bucket.
+    """
+    B, L, _ = x_BLD.shape
+    S = len(router_SD)
+    real_BL = jnp.ones((B, L), bool) if valid_BL is None else valid_BL
+    sizes = routing.bucket_sizes(L, sparsity)
+    buckets = [_bucket(update, size) for size in sizes]
+
+    def layer(carry, item):
+        x_BLD, logits_BLS, chosen_BL, last_BL, overlap_B, pairs_B = carry
+        s, params, threshold = item
+        z_BL = lax.dynamic_index_in_dim(logits_BLS, s, 2, keepdims=False) - bias_scale * chosen_BL
+        mask_BL = (z_BL >= threshold) & real_BL
+        need = jnp.max(jnp.sum(mask_BL, axis=-1))
+        which = jnp.searchsorted(jnp.asarray(sizes), need)
+        x_BLD, logits_BLS = lax.switch(
+            which, buckets, params, router_SD, x_BLD, logits_BLS, positions, mask_BL, z_BL
+        )
+        union_B = jnp.sum(mask_BL | last_BL, axis=-1)
+        pair_B = (union_B > 0) & (s > 0)
+        both_B = jnp.sum(mask_BL & last_BL, axis=-1) / jnp.maximum(union_B, 1)
+        overlap_B += jnp.where(pair_B, both_B, 0)
+        carry = (x_BLD, logits_BLS, chosen_BL + mask_BL, mask_BL, overlap_B, pairs_B + pair_B)
+        return carry, jnp.sum(mask_BL) / jnp.sum(real_BL)
+
+    wide = router_SD.dtype
+    zeros_BL, zeros_B = jnp.zeros((B, L), wide), jnp.zeros(B, jnp.float32)
+    start = (x_BLD, read_logits(x_BLD, router_SD), zeros_BL, zeros_BL > 0, zeros_B, zeros_B)
+    items = (jnp.arange(S), params, threshold_S)
+    (x_BLD, _, chosen_BL, _, overlap_B, pairs_B), routed_S = lax.scan(layer, start, items)
+    covered_B = jnp.sum(chosen_BL > 0, axis=-1) / jnp.maximum(jnp.sum(real_BL, axis=-1), 1)
+    updates = jax.ops.segment_sum(
+        real_BL.ravel().astype(jnp.int32), chosen_BL.ravel().astype(jnp.int32), num_segments=S + 1
+    )
+    return ThresholdOutput(x_BLD, routed_S, jnp.mean(covered_B), overlap_B / pairs_B, updates)
+
+
+def _bucket(update: RowUpdate, size: int):
+    """One layer over at most `size` routed rows of each sequence."""
+
+    def run(params, router_SD, x_BLD, logits_BLS, positions, mask_BL, z_BL):
+        if size == 0:
+            return x_BLD, logits_BLS
+        idx_BM = routing.compact(mask_BL, size)
+        take = lambda leaf: routing.take_rows(leaf, idx_BM)
+        score_BM = jax.nn.sigmoid(take(z_BL))
+        new_BMD = update(params, take(x_BLD), jax.tree.map(take, positions), score_BM)
+        new_BMD = new_BMD.astype(x_BLD.dtype)
+        x_BLD = routing.put_rows(x_BLD, idx_BM, new_BMD)
+        if len(router_SD) > 1:
+            new_logits_BMS = read_logits(new_BMD, router_SD)
+            logits_BLS = routing.put_rows(logits_BLS, idx_BM, new_logits_BMS)
+        return x_BLD, logits_BLS
+
+    return run

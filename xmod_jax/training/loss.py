@@ -1,0 +1,81 @@
+"""Cross-entropy in chunks: never a [B, L, V] float32 array.
+
+Shapes: B batch, L context, D width, V vocabulary, T tokens of a chunk, n chunks.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+CHUNK_ELEMENTS = 1 << 23  # logits of one chunk: 32 MiB in float32
+
+
+def cross_entropy(
+    states_BLD: jax.Array, head_DV: jax.Array, targets_BL: jax.Array, weight_BL: jax.Array
+) -> jax.Array:
+    """Sum over tokens of weight * negative log-likelihood, in nats; a float32 scalar.
+
+    Args:
+      states_BLD: normalised states.
+      head_DV: output head, cast to the dtype of the states.
+      targets_BL: int32 tokens to predict.
+      weight_BL: weight of each token, 0 for padding.
+    """
+    D, V = head_DV.shape
+    count = targets_BL.size
+    T = min(count, max(128, CHUNK_ELEMENTS // V))
+    n = -(-count // T)
+    pad = n * T - count
+    x_nTD = jnp.pad(states_BLD.reshape(count, D), ((0, pad), (0, 0))).reshape(n, T, D)
+    target_nT = jnp.pad(targets_BL.reshape(count), (0, pad)).reshape(n, T)
+    weight_nT = jnp.pad(weight_BL.reshape(count), (0, pad)).reshape(n, T)
+    return _summed(x_nTD, head_DV, target_nT, weight_nT)
+
+
+def _chunk(x_TD, head_DV, target_T):
+    """Logits, their log-normaliser and the negative log-likelihoods of one chunk."""
+    wide = jnp.promote_types(jnp.float32, x_TD.dtype)
+    logits_TV = jnp.matmul(x_TD, head_DV.astype(x_TD.dtype), preferred_element_type=wide)
+    norm_T = jax.nn.logsumexp(logits_TV, axis=-1)
+    hit_T = jnp.take_along_axis(logits_TV, target_T[:, None], axis=-1)[:, 0]
+    return logits_TV, norm_T, norm_T - hit_T
+
+
+@jax.custom_vjp
+def _summed(x_nTD, head_DV, target_nT, weight_nT):
+    def chunk(total, item):
+        x_TD, target_T, weight_T = item
+        return total + _chunk(x_TD, head_DV, target_T)[2] @ weight_T, None
+
+    start = jnp.zeros((), jnp.promote_types(jnp.float32, x_nTD.dtype))
+    return lax.scan(chunk, start, (x_nTD, target_nT, weight_nT))[0]
+
+
+def _summed_forward(x_nTD, head_DV, target_nT, weight_nT):
+    """Forms the gradients at once, since every chunk's logits are at hand: three products, not four."""
+    wide = jnp.promote_types(jnp.float32, x_nTD.dtype)
+
+    def chunk(carry, item):
+        total, dhead_DV = carry
+        x_TD, target_T, weight_T = item
+        logits_TV, norm_T, loss_T = _chunk(x_TD, head_DV, target_T)
+        hot_TV = jax.nn.one_hot(target_T, head_DV.shape[1], dtype=wide)
+        dlogits_TV = (jnp.exp(logits_TV - norm_T[:, None]) - hot_TV) * weight_T[:, None]
+        dlogits_TV = dlogits_TV.astype(x_TD.dtype)
+        dhead_DV += jnp.matmul(x_TD.T, dlogits_TV, preferred_element_type=wide)
+        dx_TD = dlogits_TV @ head_DV.T.astype(x_TD.dtype)
+        return (total + loss_T @ weight_T, dhead_DV), dx_TD
+
+    start = jnp.zeros((), wide), jnp.zeros(head_DV.shape, wide)
+    (total, dhead_DV), dx_nTD = lax.scan(chunk, start, (x_nTD, target_nT, weight_nT))
+    return total, (dx_nTD, dhead_DV.astype(head_DV.dtype))
+
+
+def _summed_backward(saved, bar):
+    dx_nTD, dhead_DV = saved
+    return dx_nTD * bar.astype(dx_nTD.dtype), dhead_DV * bar.astype(dhead_DV.dtype), None, None
+
+
+_summed.defvjp(_summed_forward, _summed_backward)
