@@ -10,22 +10,31 @@ of their family and L; several with different flops make its curve.
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
 from absl import flags
+from tqdm import tqdm
 
-from experiments import cli
+from experiments import cli, law_tables
 from xmod_jax.errors import UserError
 from xmod_jax.law import fit as fitting
-from xmod_jax.law import identifiability, sweeps
 from xmod_jax.law import observations as obs
+from xmod_jax.law import sweeps, validate
 from xmod_jax.law.stage import Search
-from xmod_jax.law.terms import COEFFICIENTS, Law, LawFile, write_atomically
+from xmod_jax.law.terms import LawFile, write_atomically
 
 _WORKDIR = flags.DEFINE_list("workdir", [], "Run or sweep directories, comma-separated.")
 _OBSERVATIONS = flags.DEFINE_string("observations", None, "CSV of observations, instead.")
+_BEYOND = flags.DEFINE_list(
+    "beyond",
+    [],
+    "Run or sweep directories, or one CSV, of the same kind: rows outside the fitted range, never "
+    "fitted, predicted by the law as fitted. Their dense reference may stand in either input.",
+)
 _LOSS = flags.DEFINE_enum_class(
     "loss",
     sweeps.Loss.CALIBRATED,
@@ -37,6 +46,15 @@ _OUTPUT = flags.DEFINE_string(
     "output", None, "Folder for law.json and observations.csv; default: beside the input."
 )
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the search.", lower_bound=0)
+_STARTS = flags.DEFINE_integer(
+    "starts", 3, "Independent searches, which must agree.", lower_bound=1
+)
+_VALIDATE = flags.DEFINE_bool(
+    "validate", True, "Withhold every L, N_act and A in turn, refit and predict it."
+)
+_CANDIDATE = flags.DEFINE_bool(
+    "candidate", False, "Also fit the law with the exposure term P_D and say whether it earns it."
+)
 _EXTRAPOLATE = flags.DEFINE_bool(
     "extrapolate_dense", False, "Continue dense curves beyond their FLOPs, and mark such rows."
 )
@@ -49,88 +67,135 @@ _TOLERANCE = flags.DEFINE_float(
 
 
 def main() -> None:
-    """Fits, prints the tables, writes the files."""
-    rows = _read_rows()
-    observations = obs.observe(rows, _EXTRAPOLATE.value, _TOLERANCE.value)
-    table = obs.Table.of(observations)
-    result = fitting.fit(table, Search(seed=_SEED.value))
-    warnings = list(result.warnings)
-    if marked := [o.row.source for o in observations if o.extrapolated]:
-        warnings.append(f"dense reference extrapolated for {len(marked)} rows: {', '.join(marked)}")
-    print(_coefficient_table(result.law, len(table), result.quality))
-    print(_residual_table(result.law, table))
-    if not result.seeds_agree:
-        print("The fit is NOT settled: independent starts of the search disagree.")
-    for warning in warnings:
-        print(f"warning: {warning}")
-    _write(rows, table, result, warnings)
-
-
-def _read_rows() -> list[obs.Row]:
+    """Fits, validates, prints the tables, writes the files."""
     if bool(_WORKDIR.value) == bool(_OBSERVATIONS.value):
         raise UserError("give either --workdir=DIR,... or --observations=FILE.csv")
+    rows = _read(_WORKDIR.value or [str(_OBSERVATIONS.value)])
+    observations = _observe(rows)
+    table = obs.Table.of(observations)
+    search = Search(seed=_SEED.value, starts=_STARTS.value)
+    result = fitting.fit(table, search)
+    folder = _output_folder()
+    marked = [o.row.source for o in observations if o.extrapolated]
+    if marked:
+        told = f"dense reference extrapolated for {len(marked)} rows: {', '.join(marked)}"
+        result = dataclasses.replace(result, warnings=(*result.warnings, told))
+    _tell(result, table)
+    reduced, validated = _validate(table, search)
+    if _BEYOND.value:
+        validated["beyond"] = _predict_beyond(result, rows)
+    candidate = _try_candidate(table, search, reduced) if _CANDIDATE.value else {}
+    _write(folder, rows, table, result, validated, candidate)
+
+
+def _output_folder() -> pathlib.Path:
+    """The folder to write to; made, and found writable, before the long part begins."""
+    beside = _OBSERVATIONS.value or _WORKDIR.value[0]
+    default = pathlib.Path(beside).parent if _OBSERVATIONS.value else pathlib.Path(beside)
+    folder = pathlib.Path(_OUTPUT.value) if _OUTPUT.value else default
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"{folder}: cannot be written to: choose another folder with --output=DIR")
+    return folder
+
+
+def _read(paths: Sequence[str]) -> list[obs.Row]:
     if _OBSERVATIONS.value:
-        return obs.read_csv(pathlib.Path(_OBSERVATIONS.value))
-    collected = sweeps.collect([pathlib.Path(path) for path in _WORKDIR.value], _LOSS.value)
+        return [row for path in paths for row in obs.read_csv(pathlib.Path(path))]
+    collected = sweeps.collect([pathlib.Path(path) for path in paths], _LOSS.value)
     for note in collected.notes:
         print(f"note: {note}")
     return collected.rows
 
 
+def _observe(rows: Sequence[obs.Row]) -> list[obs.Observation]:
+    return obs.observe(rows, _EXTRAPOLATE.value, _TOLERANCE.value)
+
+
+def _tell(result: fitting.Fit, table: obs.Table) -> None:
+    print(law_tables.coefficients(result, len(table)))
+    print(law_tables.residuals(result, table))
+    if not result.seeds_agree:
+        print("The fit is NOT settled: independent starts of the search disagree.")
+    for warning in result.warnings:
+        print(f"warning: {warning}")
+
+
+def _withhold(table: obs.Table, search: Search, candidate: bool) -> list[validate.Prediction]:
+    def progress(groups: Sequence[validate.Group]) -> tqdm[validate.Group]:
+        return tqdm(groups, desc="withholding groups", leave=False, disable=None)
+
+    return validate.withhold(table, search, candidate, progress)
+
+
+def _validate(table: obs.Table, search: Search) -> tuple[list[validate.Prediction], dict[str, Any]]:
+    if not (_VALIDATE.value or _CANDIDATE.value):
+        return [], {}
+    predictions = _withhold(table, search, candidate=False)
+    print(law_tables.validation(predictions))
+    return predictions, validate.record(predictions)
+
+
+def _predict_beyond(result: fitting.Fit, rows: Sequence[obs.Row]) -> dict[str, Any]:
+    """Predicts the rows of --beyond; dense rows of the fitted input serve as well."""
+    new = _read(_BEYOND.value)
+    dense = [row for row in new if row.dense]
+    known = {(row.family, row.L) for row in dense}
+    dense += [row for row in rows if row.dense and (row.family, row.L) not in known]
+    table = obs.Table.of(_observe([row for row in new if not row.dense] + dense))
+    predicted = result.predict(table)
+    print(law_tables.beyond(table, predicted))
+    quality = fitting.Quality.of(table.delta, predicted)
+    return {"rows": len(table), "rmse": quality.rmse, "mae": quality.mae}
+
+
+def _try_candidate(
+    table: obs.Table, search: Search, reduced: Sequence[validate.Prediction]
+) -> dict[str, Any]:
+    print("Candidate with the exposure term P_D:")
+    result = fitting.fit(table, search, candidate=True)
+    _tell(result, table)
+    predictions = _withhold(table, search, candidate=True)
+    print(law_tables.validation(predictions))
+    dropped = validate.dropping_supported(reduced, predictions)
+    verdict = "is supported" if dropped else "is NOT supported"
+    print(f"Dropping P_D {verdict} by the groups withheld.")
+    return {
+        "law": dataclasses.asdict(result.law),
+        "exposure": dataclasses.asdict(result.exposure) if result.exposure else {},
+        "rmse": result.quality.rmse,
+        "validated": validate.record(predictions),
+        "dropping_supported": dropped,
+    }
+
+
 def _write(
-    rows: Sequence[obs.Row], table: obs.Table, result: fitting.Fit, warnings: Sequence[str]
+    folder: pathlib.Path,
+    rows: Sequence[obs.Row],
+    table: obs.Table,
+    result: fitting.Fit,
+    validated: dict[str, Any],
+    candidate: dict[str, Any],
 ) -> None:
-    source = pathlib.Path(_OBSERVATIONS.value or _WORKDIR.value[0])
-    beside = source.parent if _OBSERVATIONS.value else source
-    folder = pathlib.Path(_OUTPUT.value) if _OUTPUT.value else beside
-    quality = result.quality
     law_file = LawFile(
         law=result.law,
-        r2_delta=quality.r2_delta,
-        rmse=quality.rmse,
-        mae=quality.mae,
+        **dataclasses.asdict(result.quality),
         n_observations=len(table),
         ranges=fitting.ranges(table),
+        validated=validated,
         seeds_agree=result.seeds_agree,
-        warnings=tuple(warnings),
+        warnings=result.warnings,
+        candidate=candidate,
     )
     written = [folder / "law.json"]
     law_file.save(written[0])
     table_path = folder / "observations.csv"
     # A user's own file of that name is the input and stays as they wrote it.
-    if not (table_path.exists() and source.is_file() and table_path.samefile(source)):
+    own = _OBSERVATIONS.value and table_path.exists() and table_path.samefile(_OBSERVATIONS.value)
+    if not own:
         write_atomically(table_path, obs.to_csv(rows))
         written.append(table_path)
     print(f"wrote {' and '.join(map(str, written))}")
-
-
-def _coefficient_table(law: Law, count: int, quality: fitting.Quality) -> str:
-    paper = Law.paper()
-    lines = ["coefficient        fitted         paper"]
-    lines += [f"{n:<11}{getattr(law, n):>14.6g}{getattr(paper, n):>14.6g}" for n in COEFFICIENTS]
-    lines.append(
-        f"{count} observations: R2 on Delta {quality.r2_delta:.4f}, RMSE {quality.rmse:.5f} nats, "
-        f"MAE {quality.mae:.5f} nats\n"
-    )
-    return "\n".join(lines)
-
-
-def _residual_table(law: Law, table: obs.Table) -> str:
-    """Residuals (observed minus fitted Delta, in nats) of every group of equal L, N_act, A, K."""
-    residual = table.delta - law.delta(table.n_act, table.n_total, table.L, table.K, table.A)
-    lines = ["group               rows      mean      RMSE    largest   mean Delta"]
-    for name in ("L", "n_act", "A", "K"):
-        tolerance = identifiability.N_ACT_TOLERANCE if name == "n_act" else 0.0
-        values = getattr(table, name)
-        for value in identifiability.distinct(values, tolerance):
-            mask = (values >= value) & (values <= value * (1 + tolerance))
-            part = residual[mask]
-            label = f"{name}={value:.6g}"
-            lines.append(
-                f"{label:<18}{len(part):>6}{part.mean():>10.4f}{np.sqrt(np.mean(part**2)):>10.4f}"
-                f"{np.abs(part).max():>11.4f}{table.delta[mask].mean():>13.4f}"
-            )
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -42,15 +42,17 @@ def test_csv_to_law_and_tables(table, tmp_path):
     assert law.law.rho_N == pytest.approx(TABLE8["rho_N"], rel=1e-3)
     assert law.n_observations == 101 and list(law.ranges["L"]) == [2048, 32768]
     assert (tmp_path / "out" / "observations.csv").read_text() == table.read_text()
-    for text in ("rho_N", "101 observations", "L=2048", "A=0.5", "K=20"):
+    for text in ("rho_N", "101 observations", "L=2048", "A=0.5", "K=20", "all groups withheld"):
         assert text in done.stdout
+    assert set(law.validated) == {"L", "n_act", "A"}
+    assert law.validated["L"]["rmse"] < 1e-6
     assert "warning" not in done.stdout
 
 
 def test_the_input_is_not_overwritten(table):
     untidy = table.read_text().replace("family,L", "family, L")
     table.write_text(untidy)
-    done = _run(f"--observations={table}")
+    done = _run(f"--observations={table}", "--novalidate")
     assert done.returncode == 0, done.stderr
     assert table.read_text() == untidy
     assert json.loads((table.parent / "law.json").read_text())["r2_delta"] == pytest.approx(1)
@@ -66,7 +68,7 @@ def test_one_sweep_does_not_determine_the_law_and_says_what_does(tmp_path):
 
 def test_sweeps_to_law_beside_the_first(tmp_path):
     paths = write_sweeps(tmp_path)
-    done = _run(f"--workdir={','.join(map(str, paths))}", "--loss=threshold")
+    done = _run(f"--workdir={','.join(map(str, paths))}", "--loss=threshold", "--novalidate")
     assert done.returncode == 0, done.stderr
     assert LawFile.load(paths[0] / "law.json").rmse == pytest.approx(0, abs=1e-6)
     assert any(row.dense for row in read_csv(paths[0] / "observations.csv"))
@@ -76,15 +78,39 @@ def test_extrapolated_references_are_refused_or_marked(table, tmp_path):
     table.write_text(table.read_text().replace(",1.5e+20,", ",9e+19,"))
     assert "does not cover" in _refused(f"--observations={table}")
     output = f"--output={tmp_path / 'out'}"
-    done = _run(f"--observations={table}", "--extrapolate_dense", output)
+    done = _run(f"--observations={table}", "--extrapolate_dense", "--novalidate", output)
     assert done.returncode == 0, done.stderr
     assert "extrapolated for 101 rows" in done.stdout
     assert LawFile.load(tmp_path / "out" / "law.json").warnings
 
 
+def test_rows_beyond_the_range_are_predicted_and_not_fitted(tmp_path):
+    rows = paper_rows()
+    inside = [row for row in rows if not (row.L == 2048 and row.K == 3)]
+    (tmp_path / "in.csv").write_text(to_csv(inside))
+    (tmp_path / "out.csv").write_text(to_csv([row for row in rows if row not in inside]))
+    done = _run(
+        f"--observations={tmp_path / 'in.csv'}", f"--beyond={tmp_path / 'out.csv'}", "--novalidate"
+    )
+    assert done.returncode == 0, done.stderr
+    law = LawFile.load(tmp_path / "law.json")
+    assert law.n_observations == 100 and law.validated["beyond"]["rows"] == 1
+    assert law.validated["beyond"]["rmse"] < 1e-6
+
+
+def test_candidate_is_compared_on_withheld_groups(tmp_path):
+    rows = [row for row in paper_rows(noise=0.008) if row.L in (2048, 32768) and row.A < 3]
+    path = tmp_path / "in.csv"
+    path.write_text(to_csv([row for row in rows if row.family in ("556M", "165M")]))
+    done = _run(f"--observations={path}", "--candidate", "--starts=1")
+    assert done.returncode == 0, done.stderr
+    assert "Dropping P_D is" in done.stdout
+    candidate = LawFile.load(tmp_path / "law.json").candidate
+    assert candidate["exposure"]["v"] >= 0 and isinstance(candidate["dropping_supported"], bool)
+
+
 def test_mistakes_are_one_line(table, tmp_path):
     assert "give either" in _refused()
-    assert "give either" in _refused(f"--observations={table}", f"--workdir={tmp_path}")
     assert "loss" in _refused(f"--observations={table}", "--loss=best")
     (tmp_path / "file").write_text("")
     assert "file" in _refused(f"--observations={table}", f"--output={tmp_path / 'file' / 'x'}")

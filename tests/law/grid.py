@@ -7,7 +7,8 @@ import pathlib
 
 import numpy as np
 
-from xmod_jax.config import BACKBONES
+from xmod_jax import accounting
+from xmod_jax.config import BACKBONES, ModelConfig
 from xmod_jax.hierarchy import Hierarchy
 from xmod_jax.law.observations import Row
 from xmod_jax.law.terms import Law
@@ -41,6 +42,12 @@ def dense_loss(family: str, length: float, flops: float) -> float:
     return 2.6 + 0.1 * len(family) + 0.01 * np.log(length) - 0.12 * np.log(flops / 1e20)
 
 
+def tokens_of(family: str, length: int, name: str, flops: float) -> float:
+    """Training tokens that `flops` buy."""
+    model = ModelConfig(BACKBONES[family], Hierarchy.from_name(name))
+    return accounting.tokens_for_flops(model, length, flops)
+
+
 def paper_rows(law: Law | None = None, noise: float = 0.0, seed: int = 0) -> list[Row]:
     """Sparse rows of the grid at 1e20 FLOPs and two dense rows per family and L around them."""
     law = law or Law.paper()
@@ -48,16 +55,18 @@ def paper_rows(law: Law | None = None, noise: float = 0.0, seed: int = 0) -> lis
     rows = []
     for family, length, a, k in grid():
         n_act = parameters(family, 28)
-        layers = Hierarchy.from_name(f"A{a:g}K{k}").depth
-        n_total = parameters(family, layers)
+        name = f"A{a:g}K{k}"
+        n_total = parameters(family, Hierarchy.from_name(name).depth)
+        tokens = tokens_of(family, length, name, 1e20)
         delta = float(law.delta(n_act, n_total, length, k, a)) + noise * rng.standard_normal()
         loss = dense_loss(family, length, 1e20) + delta
-        source = f"{family} L={length} A{a:g}K{k}"
-        rows.append(Row(family, length, n_act, n_total, k, a, 1e20, 1e10, loss, source))
+        source = f"{family} L={length} {name}"
+        rows.append(Row(family, length, n_act, n_total, k, a, 1e20, tokens, loss, source))
     for backbone, context in sorted({(row.family, row.L) for row in rows}):
         n_act = parameters(backbone, 28)
         for flops in (0.5e20, 1.5e20):
             loss = dense_loss(backbone, context, flops)
             source = f"{backbone} L={context:g} dense {flops:g}"
-            rows.append(Row(backbone, context, n_act, n_act, 1, 1, flops, 1e10, loss, source))
+            tokens = tokens_of(backbone, int(context), "dense", flops)
+            rows.append(Row(backbone, context, n_act, n_act, 1, 1, flops, tokens, loss, source))
     return rows

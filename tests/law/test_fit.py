@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from tests.law.grid import TABLE8, paper_rows
 from xmod_jax.errors import UserError
 from xmod_jax.law import stage
-from xmod_jax.law.fit import fit, quality
+from xmod_jax.law.fit import Quality, fit
 from xmod_jax.law.observations import Table, observe
 from xmod_jax.law.stage import Search
-from xmod_jax.law.terms import COEFFICIENTS, Law
+from xmod_jax.law.terms import COEFFICIENTS, Exposure, Law
 
 NOISY = Table.of(observe(paper_rows(noise=0.008, seed=1)))
 QUICK = Search(starts=1)
@@ -131,6 +131,26 @@ def test_starts_in_different_valleys_are_told(monkeypatch):
 
 
 def test_quality_of_a_known_error():
-    table = dataclasses.replace(NOISY, delta=_predict(Law.paper(), NOISY) + 0.01)
-    measured = quality(Law.paper(), table)
+    predicted = _predict(Law.paper(), NOISY)
+    measured = Quality.of(predicted + 0.01, predicted)
     assert measured.rmse == pytest.approx(0.01) and measured.mae == pytest.approx(0.01)
+    assert Quality.of(np.ones(3), np.zeros(3)).r2_delta == 0
+
+
+def test_candidate_with_exposure_returns_its_coefficients():
+    table = Table.of(observe(paper_rows()))
+    exposure = Exposure(v=2.0, eta_D=0.2, rho_D=0.3)
+    extra = exposure.delta(table.K, table.tokens, table.dense_tokens)
+    assert extra.max() > 0.01
+    both = dataclasses.replace(table, delta=table.delta + extra)
+    found = fit(both, QUICK, candidate=True)
+    np.testing.assert_allclose(found.predict(both), both.delta, atol=1e-4)
+    assert found.exposure is not None and found.exposure.v > 0
+    assert fit(table, QUICK).exposure is None
+
+
+def test_candidate_needs_dense_token_counts_that_vary():
+    same = dataclasses.replace(NOISY, dense_tokens=np.full(len(NOISY), 1e10))
+    fit(same, QUICK)
+    with pytest.raises(UserError, match="1 distinct dense token counts"):
+        fit(same, QUICK, candidate=True)

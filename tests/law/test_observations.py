@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from tests.law.grid import dense_loss, paper_rows
+from tests.law.grid import dense_loss, paper_rows, tokens_of
 from xmod_jax.errors import UserError
 from xmod_jax.law import observations as obs
 from xmod_jax.law.observations import HEADER, Row, Table, observe, read_csv, to_csv
@@ -88,14 +88,16 @@ def test_dense_reference_is_linear_in_log_flops():
     observation = observe([_row(2.5, math.sqrt(1e19 * 1e20)), *dense])[0]
     assert observation.dense_loss == pytest.approx(2.9)
     assert observation.delta == pytest.approx(-0.4)
+    assert observation.dense_tokens == pytest.approx(1e10)
     assert not observation.extrapolated
 
 
 def test_dense_reference_is_of_the_same_family_and_context():
-    rows = paper_rows()
-    for observation in observe(rows):
+    for observation in observe(paper_rows()):
         row = observation.row
         assert observation.dense_loss == pytest.approx(dense_loss(row.family, row.L, 1e20))
+        tokens = tokens_of(row.family, int(row.L), "dense", 1e20)
+        assert observation.dense_tokens == pytest.approx(tokens)
 
 
 def test_missing_dense_reference_names_the_rows():

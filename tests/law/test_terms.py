@@ -35,6 +35,12 @@ def test_delta_equals_the_equations_written_out():
     assert Law.paper().delta(n_act, n_total, length, k, a) == pytest.approx(want, rel=1e-12)
 
 
+def test_exposure_equals_the_equation_written_out():
+    want = 3.0 * (2e10**-0.1 * ((3e10 / 8 / 2e10) ** -0.4 - 1))
+    got = terms.Exposure(v=3.0, eta_D=0.1, rho_D=0.4).delta(8, 3e10, 2e10)
+    assert got == pytest.approx(want, rel=1e-12)
+
+
 def test_terms_vanish_where_nothing_is_sparse():
     assert terms.capacity_reward(5e8, 5e8, 0.1, 1.2) == 0
     assert terms.context_penalty(2048, 1, 0.9, 0.5) == 0

@@ -37,8 +37,12 @@ def distinct(values: Array, tolerance: float = 0.0) -> Array:
     return np.array(kept)
 
 
-def require_determined(table: Table) -> None:
+def require_determined(table: Table, candidate: bool = False) -> None:
     """Checks that every coefficient meets variation that determines it.
+
+    Args:
+      table: observations.
+      candidate: whether the exposure term P_D is fitted as well.
 
     Raises:
       UserError: one line with everything that is missing and the sweeps that supply it.
@@ -60,6 +64,9 @@ def require_determined(table: Table) -> None:
         ("distinct K at other A", len(distinct(rest.K)), 2, "anchor_sweep_32k"),
         ("observations at other A", len(rest), 4, "anchor_sweep_32k"),
     ]
+    if candidate:
+        tokens = len(distinct(first.dense_tokens, N_ACT_TOLERANCE))
+        needs.append(("distinct dense token counts at A = 1", tokens, 2, "scale_sweep_32k"))
     missing = [
         f"{found} {what}, needs {least} (run {sweeps})"
         for what, found, least, sweeps in needs

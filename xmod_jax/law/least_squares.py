@@ -43,23 +43,32 @@ def nonnegative(features_Pnk: Array, target_n: Array, intercept: bool) -> Soluti
     means_Pk = features_Pnk.mean(axis=1) * float(intercept)
     centred_kPn = np.ascontiguousarray(np.moveaxis(features_Pnk - means_Pk[:, None], -1, 0))
     target_n = target_n - mean
-    k, designs, _ = centred_kPn.shape
-    best_rss_P = np.full(designs, float(target_n @ target_n))
-    best_Pk = np.zeros((designs, k))
-    for size in range(1, k + 1):
+    best_Pk, best_rss_P, feasible_P = _on_subset(centred_kPn, target_n)
+    # All features together with coefficients >= 0 are the solution; most designs end here.
+    rest_Q = np.flatnonzero(~feasible_P)
+    if len(rest_Q):
+        best_Pk[rest_Q], best_rss_P[rest_Q] = _best_subset(centred_kPn[:, rest_Q], target_n)
+    return Solution(mean - (means_Pk * best_Pk).sum(axis=1), best_Pk, best_rss_P)
+
+
+def _best_subset(centred_kQn: Array, target_n: Array) -> tuple[Array, Array]:
+    """Coefficients [Q, k] and residual [Q] of the best proper subset of features, or of none."""
+    k, designs, _ = centred_kQn.shape
+    best_rss_Q = np.full(designs, float(target_n @ target_n))
+    best_Qk = np.zeros((designs, k))
+    for size in range(1, k):
         for subset in itertools.combinations(range(k), size):
-            solved_Ps, rss_P, solvable_P = _on_subset(centred_kPn[list(subset)], target_n)
-            better_P = solvable_P & (solved_Ps >= 0).all(axis=1) & (rss_P < best_rss_P)
-            best_rss_P = np.where(better_P, rss_P, best_rss_P)
-            candidate_Pk = np.zeros((designs, k))
-            candidate_Pk[:, subset] = solved_Ps
-            best_Pk = np.where(better_P[:, None], candidate_Pk, best_Pk)
-    intercept_P = mean - (means_Pk * best_Pk).sum(axis=1)
-    return Solution(intercept_P, best_Pk, best_rss_P)
+            solved_Qs, rss_Q, feasible_Q = _on_subset(centred_kQn[list(subset)], target_n)
+            better_Q = feasible_Q & (rss_Q < best_rss_Q)
+            best_rss_Q = np.where(better_Q, rss_Q, best_rss_Q)
+            candidate_Qk = np.zeros((designs, k))
+            candidate_Qk[:, subset] = solved_Qs
+            best_Qk = np.where(better_Q[:, None], candidate_Qk, best_Qk)
+    return best_Qk, best_rss_Q
 
 
 def _on_subset(features_sPn: Array, target_n: Array) -> tuple[Array, Array, NDArray[np.bool_]]:
-    """Unconstrained solution [P, s], its residual [P] and whether the features are independent.
+    """Unconstrained solution [P, s], its residual [P], whether it is unique and non-negative [P].
 
     Modified Gram-Schmidt: normal equations would square the condition number, and the reward and
     the penalty of the law are both nearly a function of K alone.
@@ -86,4 +95,5 @@ def _on_subset(features_sPn: Array, target_n: Array) -> tuple[Array, Array, NDAr
     for j in reversed(range(size)):
         above = np.einsum("ip,ip->p", upper[j, j + 1 :], solved[j + 1 :])
         solved[j] = (projected[j] - above) / upper[j, j]
-    return solved.T, np.einsum("pn,pn->p", residual_Pn, residual_Pn), solvable_P
+    feasible_P = solvable_P & (solved >= 0).all(axis=0)
+    return solved.T.copy(), np.einsum("pn,pn->p", residual_Pn, residual_Pn), feasible_P

@@ -15,6 +15,7 @@ import itertools
 import math
 import pathlib
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,11 +85,13 @@ class Observation:
     Attributes:
       row: the sparse row.
       dense_loss: dense loss in nats at the row's FLOPs, family and L.
+      dense_tokens: training tokens of the dense reference there.
       extrapolated: whether the dense reference was continued beyond its range.
     """
 
     row: Row
     dense_loss: float
+    dense_tokens: float
     extrapolated: bool
 
     @property
@@ -106,23 +109,27 @@ class Table:
     n_total: NDArray[np.float64]
     K: NDArray[np.float64]
     A: NDArray[np.float64]
+    tokens: NDArray[np.float64]
+    dense_tokens: NDArray[np.float64]
     delta: NDArray[np.float64]
 
     @classmethod
     def of(cls, observations: Iterable[Observation]) -> Table:
         """The columns of `observations`; sorted, so that shuffled rows give the same bits."""
         rows = sorted(
-            (o.row.L, o.row.n_act, o.row.n_total, o.row.K, o.row.A, o.delta) for o in observations
+            (r.L, r.n_act, r.n_total, r.K, r.A, r.tokens, o.dense_tokens, o.delta)
+            for o in observations
+            for r in [o.row]
         )
-        columns = np.array(rows, float).reshape(-1, 6).T
+        columns = np.array(rows, float).reshape(-1, 8).T
         return cls(*np.ascontiguousarray(columns))
 
     def __len__(self) -> int:
         return len(self.delta)
 
-    def select(self, mask: NDArray[np.bool_]) -> Table:
-        """The rows where `mask` [n] is true."""
-        return Table(*(getattr(self, f.name)[mask] for f in dataclasses.fields(self)))
+    def select(self, rows: NDArray[Any]) -> Table:
+        """The rows where a mask [n] is true, or those of an index array, in its order."""
+        return Table(*(getattr(self, f.name)[rows] for f in dataclasses.fields(self)))
 
 
 def read_csv(path: pathlib.Path) -> list[Row]:
@@ -237,7 +244,11 @@ def observe(
         covered = low * (1 - tolerance) <= row.flops <= high * (1 + tolerance)
         if not covered and not extrapolate:
             outside.append(f"{row.source} ({row.flops:.4g} FLOPs, dense {low:.4g} to {high:.4g})")
-        observations.append(Observation(row, _dense_loss(curve, row.flops, covered), not covered))
+        loss = _at_flops(curve, [dense.loss for dense in curve], row.flops, covered)
+        log_tokens = [math.log(dense.tokens) for dense in curve]
+        # Beyond the ends the tokens of equal FLOPs are known: the dense phi does not change.
+        tokens = math.exp(_at_flops(curve, log_tokens, row.flops, clamp=False))
+        observations.append(Observation(row, loss, tokens, not covered))
     _refuse(
         "the dense reference does not cover the FLOPs (train dense runs there, or allow "
         "extrapolation) of ",
@@ -246,12 +257,11 @@ def observe(
     return observations
 
 
-def _dense_loss(curve: Sequence[Row], flops: float, clamp: bool) -> float:
-    """Loss at `flops` on a curve sorted by FLOPs, linear in log FLOPs."""
-    x = np.log([row.flops for row in curve])
-    y = np.array([row.loss for row in curve])
+def _at_flops(curve: Sequence[Row], values: Sequence[float], flops: float, clamp: bool) -> float:
+    """Value at `flops` on a curve sorted by FLOPs, linear in log FLOPs; constant if one point."""
+    x, y = np.log([row.flops for row in curve]), np.array(values)
     at = math.log(flops)
-    if clamp or len(curve) == 1:
+    if clamp or len(curve) == 1 or x[0] <= at <= x[-1]:
         return float(np.interp(at, x, y))
     first, second = (0, 1) if at < x[0] else (-2, -1)
     slope = (y[second] - y[first]) / (x[second] - x[first])

@@ -18,7 +18,12 @@ from scipy import optimize
 
 from xmod_jax.law import least_squares
 from xmod_jax.law.observations import Table
-from xmod_jax.law.terms import capacity_reward, context_penalty, stride_interaction
+from xmod_jax.law.terms import (
+    capacity_reward,
+    context_penalty,
+    exposure_penalty,
+    stride_interaction,
+)
 
 Array = NDArray[np.float64]
 
@@ -102,17 +107,26 @@ class StageFit:
         )
 
 
-def first_stage(table: Table) -> Stage:
-    def features(exponents_Pk: Array) -> Array:
-        eta_N, rho_N, eta_L, rho_L = exponents_Pk.T[:, :, None]
-        reward = capacity_reward(table.n_act, table.n_total, eta_N, rho_N)
-        return np.stack([-reward, context_penalty(table.L, table.K, eta_L, rho_L)], axis=-1)
+def first_stage(table: Table, candidate: bool = False) -> Stage:
+    """e, u, w and their exponents on the A = 1 rows; with `candidate` also v and its exponents."""
 
+    def features(exponents_Pk: Array) -> Array:
+        eta_N, rho_N, eta_L, rho_L, *exposure = exponents_Pk.T[:, :, None]
+        columns = [
+            -capacity_reward(table.n_act, table.n_total, eta_N, rho_N),
+            context_penalty(table.L, table.K, eta_L, rho_L),
+        ]
+        if candidate:
+            columns.append(exposure_penalty(table.K, table.tokens, table.dense_tokens, *exposure))
+        return np.stack(columns, axis=-1)
+
+    terms: tuple[tuple[str, ...], ...] = (("eta_N", "rho_N"), ("eta_L", "rho_L"))
+    terms += (("eta_D", "rho_D"),) * candidate
     return Stage(
-        exponents=("eta_N", "rho_N", "eta_L", "rho_L"),
-        linear=("u", "w"),
-        bounds=(ETA_BOUNDS, RHO_BOUNDS, ETA_BOUNDS, RHO_BOUNDS),
-        terms=(("eta_N", "rho_N"), ("eta_L", "rho_L")),
+        exponents=sum(terms, ()),
+        linear=("u", "w") + ("v",) * candidate,
+        bounds=(ETA_BOUNDS, RHO_BOUNDS) * len(terms),
+        terms=terms,
         features=features,
         target=table.delta,
         intercept=True,
@@ -120,6 +134,8 @@ def first_stage(table: Table) -> Stage:
 
 
 def second_stage(table: Table, target: Array) -> Stage:
+    """z and its exponents on the rows of other A; `target` [n] is what stage 1 leaves there."""
+
     def features(exponents_Pk: Array) -> Array:
         rho_K, rho_A = exponents_Pk.T[:, :, None]
         return -stride_interaction(table.K, table.A, rho_K, rho_A)[..., None]
@@ -151,9 +167,15 @@ def fit_stage(stage: Stage, search: Search) -> StageFit:
 
 def _evolve(stage: Stage, seed: np.random.SeedSequence, search: Search) -> Array:
     """Exponents [k] found by differential evolution from one seed."""
-    # The share of variance, summed and not averaged: the tolerance below then means the same for
-    # any number of rows and any size of Delta.
+    # The share of the sum of squares, not a mean in nats^2: the tolerances below then mean the same
+    # for any number of rows and any size of Delta.
     scale = float(np.sum(stage.target**2)) or 1.0
+
+    def stop_at_the_bottom(intermediate_result: optimize.OptimizeResult) -> None:
+        # Without noise the population shrinks for ever; the polish is there in a few steps.
+        if intermediate_result.fun < 1e-9:
+            raise StopIteration
+
     found = optimize.differential_evolution(
         lambda exponents_kP: stage.solve(exponents_kP.T).rss_P / scale,
         stage.bounds,
@@ -163,7 +185,7 @@ def _evolve(stage: Stage, seed: np.random.SeedSequence, search: Search) -> Array
         popsize=search.population,
         maxiter=search.generations,
         tol=1e-4,
-        atol=1e-14,
+        callback=stop_at_the_bottom,
         rng=np.random.default_rng(seed),
     )
     return np.asarray(found.x, float)

@@ -70,6 +70,35 @@ def stride_interaction(K: ArrayLike, A: ArrayLike, rho_K: Any, rho_A: Any) -> Ar
     )
 
 
+def exposure_penalty(
+    K: ArrayLike, tokens: ArrayLike, dense_tokens: ArrayLike, eta_D: Any, rho_D: Any
+) -> Array:
+    """P_D = D_dense^-eta_D * (((D_sparse/K)/D_dense)^-rho_D - 1), the candidate's exposure term.
+
+    Args:
+      K: token sparsity.
+      tokens: D_sparse, training tokens of the sparse run.
+      dense_tokens: D_dense, training tokens of the dense reference at equal FLOPs.
+      eta_D, rho_D: exponents; arrays of another leading axis broadcast over candidates.
+    """
+    log_dense = np.log(np.asarray(dense_tokens, float))
+    log_share = np.log(np.asarray(tokens, float)) - np.log(np.asarray(K, float)) - log_dense
+    return np.exp(-eta_D * log_dense) * np.expm1(-rho_D * log_share)
+
+
+@dataclasses.dataclass(frozen=True)
+class Exposure:
+    """The term ``+ v * P_D`` that the paper tried and dropped; v >= 0 (SPEC 8, candidate only)."""
+
+    v: float
+    eta_D: float
+    rho_D: float
+
+    def delta(self, K: ArrayLike, tokens: ArrayLike, dense_tokens: ArrayLike) -> Array:
+        """Contribution to Delta in nats; arguments as of `exposure_penalty`, broadcasting."""
+        return self.v * exposure_penalty(K, tokens, dense_tokens, self.eta_D, self.rho_D)
+
+
 @dataclasses.dataclass(frozen=True)
 class Law:
     """Delta = e - u*R_N + w*P_L - z*R_AK in nats, with u, w, z >= 0 (SPEC 8; units above)."""
@@ -140,6 +169,7 @@ class LawFile:
       validated: what was predicted with its group withheld, and how well; empty: nothing was.
       seeds_agree: whether independent starts of the fit reached the same law.
       warnings: what the data leave undetermined, a sentence each.
+      candidate: the law with P_D and how it compares with this one; empty: not tried.
     """
 
     law: Law
@@ -151,6 +181,7 @@ class LawFile:
     validated: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     seeds_agree: bool = True
     warnings: tuple[str, ...] = ()
+    candidate: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def paper(cls) -> LawFile:
@@ -194,6 +225,7 @@ class LawFile:
                 validated=dict(record.get("validated", {})),
                 seeds_agree=bool(record.get("seeds_agree", True)),
                 warnings=tuple(record.get("warnings", ())),
+                candidate=dict(record.get("candidate", {})),
             )
         except (ValueError, TypeError, AttributeError) as error:
             raise UserError(f"{path}: not a law.json: {error}") from error
