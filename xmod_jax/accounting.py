@@ -22,7 +22,7 @@ from fractions import Fraction
 
 from xmod_jax.config import Backbone, ModelConfig, Update
 
-ATTENTION_BLOCK = 256  # edge of an attention block in tokens, as the blockwise kernel has it
+ATTENTION_BLOCK = 256  # edge of an attention block in tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,15 +246,15 @@ def train_hardware_flops_per_token(
       model: the model.
       context_length: L, in tokens.
       block: edge of an attention block, in tokens (see `attention_pairs`).
-      recompute: count what rematerialisation executes again: the matrices of every layer, the
-        attention of sparse layers (that of dense layers is saved), the head by chunks. True is
-        what a device does (``hardware_flops`` of the records); False is the model's own work, the
-        count that `mfu` wants.
+      recompute: count what rematerialisation executes again: the matrices of every layer and the
+        attention of sparse layers (that of dense layers is saved). True is what a device does
+        (``hardware_flops`` of the records); False is the model's own work, the count that `mfu`
+        wants.
     """
     done = _executed(model, context_length, block)
     flops = 3 * done.matmul + 3.5 * done.attention + 3 * done.head
     if recompute:
-        flops += done.matmul + done.sparse_attention + done.head
+        flops += done.matmul + done.sparse_attention
     return flops / context_length
 
 

@@ -1,6 +1,6 @@
 """The layer hierarchy of a sparse-depth model: which layers are dense, which are sparse.
 
-Paper section 3 (equation of the hierarchy): ``[Dense] x N0 + ([Sparse(K)] x (A*K) + [Dense]) x N1``.
+The paper's hierarchy (SPEC 1): ``[Dense] x N0 + ([Sparse(K)] x (A*K) + [Dense]) x N1``.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Hierarchy:
             return cls.mod(active_depth)
         match = _NAME.fullmatch(name)
         if match is None:
-            raise ValueError(f"hierarchy {name!r} is none of 'dense', 'mod', 'A<stride>K<sparsity>'")
+            raise ValueError(f"hierarchy {name!r} is not 'dense', 'mod' or 'A<stride>K<sparsity>'")
         sparsity = Fraction(match["sparsity"])
         if sparsity < 1 or sparsity.denominator != 1:
             raise ValueError(f"{name}: token sparsity K must be an integer of at least 1")
@@ -134,5 +134,5 @@ class Hierarchy:
         groups = [StageGroup(int(stages), int(sparse))]
         if short_sparse > 0:
             groups.insert(0, StageGroup(1, int(short_sparse)))
-        # A remainder of exactly one layer is an anchor without sparse layers: one more prefix layer.
+        # A remainder of one layer is an anchor without sparse layers: one more prefix layer.
         return cls(prefix + (short == 1), tuple(groups), sparsity)

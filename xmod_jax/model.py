@@ -35,6 +35,7 @@ from xmod_jax.nn.threshold_stage import PAPER_THRESHOLD, ThresholdOutput, thresh
 Thresholds = tuple[jax.Array, ...]  # per stage group [count, S], of biased logits
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TopK:
     """Training's routing: the ceil(L/K) highest-ranked tokens of the sequence. Not causal."""

@@ -123,7 +123,7 @@ def test_every_router_gets_a_gradient_through_the_score_alone():
 
 def test_bfloat16_stream_keeps_router_and_decisions_in_float32():
     problem = make_problem(4, 1, 3, 8, 1, jnp.float32)
-    # 1.0, 1.001 and 1.002 are one number in bfloat16; the float32 router must still tell them apart.
+    # 1.0, 1.001 and 1.002 are one number in bfloat16; a float32 router tells them apart.
     router_SD = jnp.zeros((1, 8)).at[0, 0].set(1.0).at[0, 1].set(0.001)
     x_BLD = jnp.ones((1, 3, 8)).at[0, :, 1].set(jnp.array([0.0, 1.0, 2.0])).astype(jnp.bfloat16)
     out = routed_stage(UPDATE, problem.params, router_SD, x_BLD, problem.positions_BL, sparsity=3)

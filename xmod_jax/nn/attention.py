@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-BLOCK = 256  # rows of a block: scores of a few heads stay in the cache of a core
+from xmod_jax.accounting import ATTENTION_BLOCK
+
 SAVED = ("attention_output", "attention_lse")  # what per-layer rematerialisation keeps
 _MASKED = -1e30  # finite, so that a row's maximum never turns into inf - inf
 
@@ -33,11 +34,11 @@ def causal_attention(q_BLHE: jax.Array, k_BLGE: jax.Array, v_BLGE: jax.Array) ->
       [B, L, H, E] in the dtype of the queries; softmax in float32 (float64 for float64 input).
     """
     if jax.default_backend() == "gpu" and q_BLHE.dtype in (jnp.bfloat16, jnp.float16):
-        # The causal flag, never a materialised mask or bias: those gave NaN in cuDNN at some lengths.
+        # The causal flag, never a materialised mask or bias: those gave NaN at some lengths.
         return jax.nn.dot_product_attention(
             q_BLHE, k_BLGE, v_BLGE, is_causal=True, implementation="cudnn"
         )
-    return blockwise_attention(q_BLHE, k_BLGE, v_BLGE, BLOCK)
+    return blockwise_attention(q_BLHE, k_BLGE, v_BLGE, ATTENTION_BLOCK)
 
 
 def blockwise_attention(

@@ -54,7 +54,7 @@ def _summed(x_nTD, head_DV, target_nT, weight_nT):
 
 
 def _summed_forward(x_nTD, head_DV, target_nT, weight_nT):
-    """Forms the gradients at once, since every chunk's logits are at hand: three products, not four."""
+    """Forms the gradients at once, while a chunk's logits are at hand: three products, not four."""
     wide = jnp.promote_types(jnp.float32, x_nTD.dtype)
 
     def chunk(carry, item):

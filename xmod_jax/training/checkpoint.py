@@ -1,0 +1,121 @@
+"""Checkpoints of a run by Orbax: training state, data position, and what they belong to."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from xmod_jax import records
+from xmod_jax.config import RunConfig, config_hash, to_dict
+from xmod_jax.errors import UserError
+from xmod_jax.training.step import TrainState
+
+
+def named_leaves(state: Any) -> dict[str, jax.Array]:
+    """The arrays of a state by path; the form in which checkpoints hold them."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
+    return {jax.tree_util.keystr(path).lstrip("."): leaf for path, leaf in leaves}
+
+
+class Checkpoints:
+    """The checkpoints of one run directory.
+
+    Saving goes on in the background; a checkpoint that a dying process left half-written is not
+    seen by anyone. Use as a context manager: leaving waits for the last save.
+    """
+
+    def __init__(self, directory: pathlib.Path, config: RunConfig, data_hash: str) -> None:
+        """Opens the checkpoints below a run directory.
+
+        Args:
+          directory: the run directory.
+          config: the run; its hash and model are stored with every checkpoint.
+          data_hash: fingerprint of the training data, stored likewise.
+        """
+        self._folder = (directory / records.CHECKPOINTS).absolute()
+        self._config = config
+        self._data_hash = data_hash
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=config.train.keep_checkpoints, cleanup_tmp_directories=True
+        )
+        self._manager = ocp.CheckpointManager(self._folder, options=options)
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        try:
+            self.wait()
+        finally:
+            self._manager.close()
+
+    @property
+    def latest(self) -> int | None:
+        """Step of the newest whole checkpoint."""
+        return self._manager.latest_step()
+
+    def save(self, state: TrainState, data_state: dict[str, Any]) -> None:
+        """Saves a state and the data iterator's position under the state's step.
+
+        Raises:
+          UserError: the disk is full or unwritable; older checkpoints stay.
+        """
+        meta = {
+            "hash": config_hash(self._config),
+            "model": to_dict(self._config.model),
+            "data": self._data_hash,
+            "data_state": data_state,
+        }
+        items = ocp.args.Composite(
+            state=ocp.args.StandardSave(named_leaves(state)), meta=ocp.args.JsonSave(meta)
+        )
+        try:
+            self._manager.save(int(state.step), args=items)
+        except (OSError, ValueError) as error:
+            raise self._disk_error(error) from error
+
+    def wait(self) -> None:
+        """Waits until what was saved is on disk; raises as `save` does."""
+        try:
+            self._manager.wait_until_finished()
+        except (OSError, ValueError) as error:
+            raise self._disk_error(error) from error
+
+    def restore(self, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
+        """The newest checkpoint, on the devices of `like`, and the data iterator's position.
+
+        Raises:
+          UserError: it belongs to another architecture or other data; names the difference.
+        """
+        step = self._manager.latest_step()
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, named_leaves(like))
+        meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))
+        self._check(meta["meta"], step)
+        items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
+        leaves = self._manager.restore(step, args=items)["state"]
+        structure = jax.tree.structure(like)
+        state = jax.tree.unflatten(structure, [leaves[name] for name in named_leaves(like)])
+        return state, meta["meta"]["data_state"]
+
+    def _check(self, meta: dict[str, Any], step: int | None) -> None:
+        where = f"{self._folder / str(step)}"
+        difference = records.first_difference(meta["model"], to_dict(self._config.model), "model")
+        if difference:
+            raise UserError(f"{where} is a checkpoint of another architecture: {difference}")
+        if meta["data"] != self._data_hash:
+            raise UserError(
+                f"{where} was trained on other data ({meta['data']}, here {self._data_hash}): "
+                "resume with the same data source and Python version, or start in another folder"
+            )
+
+    def _disk_error(self, error: Exception) -> Exception:
+        text = str(error)
+        if "No space left" in text or "RESOURCE_EXHAUSTED" in text or "Disk quota" in text:
+            return UserError(
+                f"{self._folder}: no space left for a checkpoint: free some, then start again; "
+                "the run resumes from its last whole one"
+            )
+        return error

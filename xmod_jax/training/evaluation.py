@@ -1,0 +1,98 @@
+"""Held-out loss under top-k, the paper's threshold and the calibrated one, named apart (SPEC 3).
+
+Top-k routing looks at the whole sequence and is not causal; its loss is a diagnostic, never the
+result. Shapes: B sequences, L context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from xmod_jax.model import Decoder, Route, Threshold, Thresholds, TopK
+from xmod_jax.training.loss import cross_entropy
+
+Evaluator = Callable[[Decoder, Thresholds, Iterable[np.ndarray]], dict[str, float | None]]
+
+
+def batch_statistics(model: Decoder, tokens_BL1: jax.Array, route: Route) -> dict[str, jax.Array]:
+    """Mean loss of a batch under one routing, and statistics of the routing.
+
+    Returns:
+      ``loss``; under top-k ``agreement``, the share of token-layers on which the 0.5 threshold
+      would decide the same; under a threshold ``routed``, the share of token-layers routed, and
+      ``coverage`` and ``jaccard`` of the intervals between dense layers (SPEC 10). NaN: undefined.
+    """
+    states_BLD, outputs = model(tokens_BL1[:, :-1], route)
+    targets_BL = tokens_BL1[:, 1:]
+    ones_BL = jnp.ones(targets_BL.shape, jnp.float32)
+    loss = cross_entropy(states_BLD, model.head[...], targets_BL, ones_BL) / targets_BL.size
+    fields = {"agreement_S": "agreement"}
+    if isinstance(route, Threshold):
+        fields = {"routed_S": "routed", "coverage": "coverage", "jaccard_B": "jaccard"}
+    statistics = {
+        name: jnp.concatenate([getattr(out, field).ravel() for out in outputs])
+        for field, name in fields.items()
+        if outputs
+    }
+    return {"loss": loss} | {name: jnp.nanmean(value) for name, value in statistics.items()}
+
+
+def make_evaluator() -> Evaluator:
+    """An evaluator that compiles once per shape of batch.
+
+    It takes a model, its calibrated thresholds and held-out batches (int32 [B, L + 1]; weighed by
+    rows) and gives the fields of an evaluation record; None where a statistic is undefined.
+    """
+    compiled = jax.jit(batch_statistics)
+
+    def evaluate(
+        model: Decoder, thresholds: Thresholds, batches: Iterable[np.ndarray]
+    ) -> dict[str, float | None]:
+        routes: dict[str, Route] = {"topk": TopK()}
+        if model.config.hierarchy.groups:
+            routes["threshold"] = Threshold(model.thresholds())
+            routes["calibrated"] = Threshold(thresholds)
+        parts: dict[str, list[Any]] = {name: [] for name in routes}
+        rows = []
+        for tokens_BL1 in batches:
+            rows.append(len(tokens_BL1))
+            for name, route in routes.items():
+                parts[name].append(compiled(model, tokens_BL1, route))
+        means = {name: _weighted(values, rows) for name, values in parts.items()}
+        return _record(means)
+
+    return evaluate
+
+
+def _weighted(values: list[dict[str, jax.Array]], rows: list[int]) -> dict[str, float]:
+    fetched = jax.device_get(values)
+    return {
+        name: float(np.average([value[name] for value in fetched], weights=rows))
+        for name in fetched[0]
+    }
+
+
+def _record(means: dict[str, dict[str, float]]) -> dict[str, float | None]:
+    """Flat fields; a dense model routes nothing, so its three losses are one."""
+    top_k = means["topk"]
+    threshold, calibrated = (means.get(name, top_k) for name in ("threshold", "calibrated"))
+    fields = {
+        "loss_topk": top_k["loss"],
+        "loss_threshold": threshold["loss"],
+        "loss_calibrated": calibrated["loss"],
+        "routed_threshold": threshold.get("routed"),
+        "routed_calibrated": calibrated.get("routed"),
+        "coverage_threshold": threshold.get("coverage"),
+        "coverage": calibrated.get("coverage"),
+        "jaccard_threshold": threshold.get("jaccard"),
+        "jaccard": calibrated.get("jaccard"),
+        "agreement": top_k.get("agreement"),
+    }
+    # A statistic may be undefined (an interval of one layer has no pairs); a loss may not.
+    defined = lambda name, value: name.startswith("loss") or (value is not None and value == value)
+    return {name: value if defined(name, value) else None for name, value in fields.items()}

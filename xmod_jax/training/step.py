@@ -1,0 +1,132 @@
+"""One optimiser step: loss, gradients over micro-batches, update, routing state.
+
+Shapes: B sequences of a step, L context, S sparse layers of a stage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from xmod_jax.config import RunConfig
+from xmod_jax.model import Decoder, Thresholds, TopK
+from xmod_jax.training.loss import cross_entropy
+from xmod_jax.training.optimizer import learning_rate, make_optimizer
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """All that a step changes; saved in checkpoints as it is.
+
+    Attributes:
+      model: the parameters.
+      optimizer: the optimiser's state.
+      thresholds: calibrated threshold of every sparse layer, the running mean of the smallest
+        selected logit over training batches; no gradient.
+      step: int32, steps taken.
+    """
+
+    model: Decoder
+    optimizer: Any
+    thresholds: Thresholds
+    step: jax.Array
+
+
+class Metrics(NamedTuple):
+    """Float32 scalars of a step, on the device.
+
+    Attributes:
+      loss: mean negative log-likelihood under top-k routing, in nats per token.
+      alignment_loss: mean over sparse layers, before its coefficient.
+      grad_norm: global norm before clipping.
+      learning_rate: of this step.
+    """
+
+    loss: jax.Array
+    alignment_loss: jax.Array
+    grad_norm: jax.Array
+    learning_rate: jax.Array
+
+
+def training_loss(
+    model: Decoder, tokens_BL1: jax.Array, alignment: float
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, Thresholds]]:
+    """Mean loss of a batch with the router alignment loss added (SPEC 3).
+
+    Args:
+      model: the decoder.
+      tokens_BL1: int32 [B, L + 1], inputs and targets.
+      alignment: coefficient of the alignment loss, itself a mean over tokens and sparse layers.
+
+    Returns:
+      The objective, and as auxiliary: mean loss, mean alignment loss, smallest selected logits.
+    """
+    states_BLD, outputs = model(tokens_BL1[:, :-1], TopK())
+    targets_BL = tokens_BL1[:, 1:]
+    ones_BL = jnp.ones(targets_BL.shape, jnp.float32)
+    loss = cross_entropy(states_BLD, model.head[...], targets_BL, ones_BL) / targets_BL.size
+    layers = max(1, model.config.hierarchy.sparse_layers)
+    aligned = sum((jnp.sum(out.alignment_S) for out in outputs), jnp.zeros((), jnp.float32))
+    aligned /= layers
+    kth = tuple(out.kth_S for out in outputs)
+    return loss + alignment * aligned, (loss, aligned, kth)
+
+
+def accumulated_gradient(model: Decoder, tokens_BL1: jax.Array, alignment: float, parts: int):
+    """Gradient and auxiliaries of `training_loss`, means over `parts` micro-batches."""
+    gradient = jax.grad(training_loss, has_aux=True)
+    if parts == 1:
+        return gradient(model, tokens_BL1, alignment)
+    tokens = tokens_BL1.reshape(parts, -1, tokens_BL1.shape[1])
+
+    def add(total, tokens):
+        return jax.tree.map(jnp.add, total, gradient(model, tokens, alignment)), None
+
+    zeros = jax.tree.map(
+        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype),
+        jax.eval_shape(gradient, model, tokens[0], alignment),
+    )
+    total, _ = jax.lax.scan(add, zeros, tokens)
+    return jax.tree.map(lambda leaf: leaf / parts, total)
+
+
+def initial_state(config: RunConfig) -> TrainState:
+    """Fresh parameters and optimiser state from the run's seed."""
+
+    def make(key):
+        model = Decoder(config.model, rngs=nnx.Rngs(key))
+        optimizer = make_optimizer(config.train.optimizer, config.train.steps).init(model)
+        return TrainState(model, optimizer, model.thresholds(), jnp.zeros((), jnp.int32))
+
+    return jax.jit(make)(jax.random.key(config.train.seed))
+
+
+def make_step(config: RunConfig) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
+    """The step of a run, not yet compiled: ``(state, int32 [B, L + 1]) -> (state, metrics)``."""
+    train = config.train
+    optimizer = make_optimizer(train.optimizer, train.steps)
+    rate = learning_rate(train.optimizer, train.steps)
+    decay = config.model.routing.calibration_decay
+
+    def step(state: TrainState, tokens_BL1: jax.Array) -> tuple[TrainState, Metrics]:
+        gradient, (loss, aligned, kth) = accumulated_gradient(
+            state.model, tokens_BL1, train.alignment, train.accumulation
+        )
+        updates, optimizer_state = optimizer.update(gradient, state.optimizer, state.model)
+        # A plain mean at first, then exponential: the start value leaves no trace.
+        age = state.step.astype(jnp.float32)
+        keep = jnp.minimum(decay, age / (age + 1))
+        thresholds = jax.tree.map(lambda t, new: keep * t + (1 - keep) * new, state.thresholds, kth)
+        model = optax.apply_updates(state.model, updates)
+        norm = optax.global_norm(gradient)
+        metrics = Metrics(loss, aligned, norm, jnp.asarray(rate(state.step), jnp.float32))
+        return TrainState(model, optimizer_state, thresholds, state.step + 1), metrics
+
+    return step
