@@ -9,7 +9,6 @@ Shapes: B batch, L context, D width, V vocabulary, S sparse layers of a stage.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -18,20 +17,22 @@ from flax import nnx
 
 from xmod_jax.config import ModelConfig
 from xmod_jax.hierarchy import StageGroup
-from xmod_jax.nn import attention
 from xmod_jax.nn.layers import (
     INIT_STD,
     DecoderBlock,
     Phases,
     RMSNorm,
     SparseLayer,
+    dense_backward,
+    dense_forward,
     dense_layer,
     rotary_phases,
     sparse_update,
 )
-from xmod_jax.nn.routed_stage import StageOutput, routed_stage
-from xmod_jax.nn.threshold_stage import PAPER_THRESHOLD, ThresholdOutput, threshold_stage
+from xmod_jax.nn.routed_stage import Anchor, StageOutput, routed_stages
+from xmod_jax.nn.threshold_stage import PAPER_THRESHOLD, ThresholdOutput, threshold_stages
 
+_ANCHOR = Anchor(dense_forward, dense_backward)
 Thresholds = tuple[jax.Array, ...]  # per stage group [count, S], of biased logits
 
 
@@ -129,22 +130,16 @@ class Decoder(nnx.Module):
             "sparsity": self.config.hierarchy.sparsity,
             "bias_scale": self.config.routing.bias_scale,
             "valid_BL": valid_BL,
+            "anchor": _ANCHOR if stages.anchor is not None else None,
+            "anchor_params": stages.anchor,
         }
-
-        def stage(x_BLD, item):
-            stage, threshold_S = item
-            arguments = (sparse_update, stage.sparse, stage.sparse.router[...], x_BLD, phases)
-            output: StageOutput | ThresholdOutput
-            if threshold_S is None:
-                output = routed_stage(*arguments, **options)
-            else:
-                output = threshold_stage(*arguments, threshold_S, **options)
-            x_BLD = output.x_BLD
-            if stage.anchor is not None:
-                x_BLD = _remat_dense_layer(stage.anchor, x_BLD, phases)
-            return x_BLD, output._replace(x_BLD=None)
-
-        return jax.lax.scan(stage, x_BLD, (stages, thresholds))
+        arguments = (sparse_update, stages.sparse, stages.sparse.router[...], x_BLD, phases)
+        output: StageOutput | ThresholdOutput
+        if thresholds is None:
+            output = routed_stages(*arguments, **options)
+        else:
+            output = threshold_stages(*arguments, thresholds, **options)
+        return output.x_BLD, output._replace(x_BLD=None)
 
 
 def _stack(config: ModelConfig, count: int, rngs: nnx.Rngs) -> DecoderBlock:
@@ -152,13 +147,6 @@ def _stack(config: ModelConfig, count: int, rngs: nnx.Rngs) -> DecoderBlock:
     return jax.vmap(make)(jax.random.split(rngs.params(), count))
 
 
-# A layer's backward pass recomputes its products from its input; only the attention output is kept,
-# since recomputing that costs L^2.
-_remat_dense_layer = functools.partial(
-    jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(*attention.SAVED)
-)(dense_layer)
-
-
 def _run_dense(blocks: DecoderBlock, x_BLD: jax.Array, phases: Phases) -> jax.Array:
-    layer = lambda x_BLD, block: (_remat_dense_layer(block, x_BLD, phases), None)
+    layer = lambda x_BLD, block: (dense_layer(block, x_BLD, phases), None)
     return jax.lax.scan(layer, x_BLD, blocks)[0]

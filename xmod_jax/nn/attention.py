@@ -14,36 +14,42 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from xmod_jax.accounting import ATTENTION_BLOCK
 
-SAVED = ("attention_output", "attention_lse")  # what per-layer rematerialisation keeps
+# Output and log-sum-exp of every row, in blocks; see `causal_attention`.
+Saved = tuple[jax.Array, jax.Array] | None
 _MASKED = -1e30  # finite, so that a row's maximum never turns into inf - inf
 
 
-def causal_attention(q_BLHE: jax.Array, k_BLGE: jax.Array, v_BLGE: jax.Array) -> jax.Array:
+def causal_attention(
+    q_BLHE: jax.Array, k_BLGE: jax.Array, v_BLGE: jax.Array, saved: Saved = None
+) -> tuple[jax.Array, Saved]:
     """Causal attention; row i sees rows 0..i.
 
     Args:
       q_BLHE: queries, rotary phases already applied.
       k_BLGE: keys; G divides H.
       v_BLGE: values.
+      saved: what an earlier call with the same arguments returned: its result is then given back
+        without computing it, for a backward pass that recomputes everything else of a layer.
 
     Returns:
-      [B, L, H, E] in the dtype of the queries; softmax in float32 (float64 for float64 input).
+      [B, L, H, E] in the dtype of the queries, softmax in float32 (float64 for float64 input), and
+      what to save; None from the fused kernel, whose statistics stay inside.
     """
     if jax.default_backend() == "gpu" and q_BLHE.dtype in (jnp.bfloat16, jnp.float16):
         # The causal flag, never a materialised mask or bias: those gave NaN at some lengths.
-        return jax.nn.dot_product_attention(
+        out_BLHE = jax.nn.dot_product_attention(
             q_BLHE, k_BLGE, v_BLGE, is_causal=True, implementation="cudnn"
         )
-    return blockwise_attention(q_BLHE, k_BLGE, v_BLGE, ATTENTION_BLOCK)
+        return out_BLHE, None
+    return blockwise_attention(q_BLHE, k_BLGE, v_BLGE, ATTENTION_BLOCK, saved)
 
 
 def blockwise_attention(
-    q_BLHE: jax.Array, k_BLGE: jax.Array, v_BLGE: jax.Array, block: int
-) -> jax.Array:
+    q_BLHE: jax.Array, k_BLGE: jax.Array, v_BLGE: jax.Array, block: int, saved: Saved = None
+) -> tuple[jax.Array, Saved]:
     """`causal_attention` in plain JAX, `block` rows at a time; any length."""
     B, L, H, E = q_BLHE.shape
     G = k_BLGE.shape[2]
@@ -57,14 +63,25 @@ def blockwise_attention(
         jnp.pad(a, pad).reshape(B, n, b, G, E).transpose(1, 0, 3, 2, 4).reshape(n, B * G, b, E)
         for a in (k_BLGE, v_BLGE)
     )
-    o_nNME = _attend(q_nNME, k_nNbE, v_nNbE)
+    if saved is None:
+        saved = _attend(q_nNME, k_nNbE, v_nNbE)
+        o_nNME = saved[0]
+    else:
+        o_nNME = _attended(q_nNME, k_nNbE, v_nNbE, *saved)
     o = o_nNME.reshape(n, B, G, H // G, b, E).transpose(1, 0, 4, 2, 3, 5)
-    return o.reshape(B, n * b, H, E)[:, :L]
+    return o.reshape(B, n * b, H, E)[:, :L], saved
 
 
 @jax.custom_vjp
-def _attend(q_nNME: jax.Array, k_nNbE: jax.Array, v_nNbE: jax.Array) -> jax.Array:
+def _attend(q_nNME, k_nNbE, v_nNbE):
+    """The output and each row's log-sum-exp, the latter without gradient."""
     return _attend_forward(q_nNME, k_nNbE, v_nNbE)[0]
+
+
+@jax.custom_vjp
+def _attended(q_nNME, k_nNbE, v_nNbE, o_nNME, lse_nNM):
+    """`_attend`'s output where it is known already; gradients as if it had been computed."""
+    return o_nNME
 
 
 def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -107,13 +124,11 @@ def _attend_forward(q_nNME, k_nNbE, v_nNbE):
         return None, (o_NME, top_NM + jnp.log(sum_NM))
 
     _, (o_nNME, lse_nNM) = lax.scan(rows, None, (jnp.arange(n), q_nNME))
-    o_nNME = checkpoint_name(o_nNME, SAVED[0])
-    lse_nNM = checkpoint_name(lse_nNM, SAVED[1])
-    return o_nNME, (q_nNME, k_nNbE, v_nNbE, o_nNME, lse_nNM)
+    return (o_nNME, lse_nNM), (q_nNME, k_nNbE, v_nNbE, o_nNME, lse_nNM)
 
 
-def _attend_backward(saved, do_nNME):
-    q_nNME, k_nNbE, v_nNbE, o_nNME, lse_nNM = saved
+def _attend_backward(residuals, do_nNME):
+    q_nNME, k_nNbE, v_nNbE, o_nNME, lse_nNM = residuals
     n, N, b, E = k_nNbE.shape
     wide = jnp.promote_types(jnp.float32, q_nNME.dtype)
     delta_nNM = (o_nNME.astype(wide) * do_nNME.astype(wide)).sum(-1)
@@ -147,4 +162,8 @@ def _attend_backward(saved, do_nNME):
     return dq_nNME.astype(q_nNME.dtype), dk_nNbE, dv_nNbE
 
 
-_attend.defvjp(_attend_forward, _attend_backward)
+_attend.defvjp(_attend_forward, lambda residuals, bars: _attend_backward(residuals, bars[0]))
+_attended.defvjp(
+    lambda *arguments: (arguments[3], arguments),
+    lambda residuals, bar: (*_attend_backward(residuals, bar), None, None),
+)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from xmod_jax.config import Backbone, Routing, Update
-from xmod_jax.nn.attention import causal_attention
+from xmod_jax.nn.attention import Saved, causal_attention
 
 INIT_STD = 0.02  # of every matrix, as Qwen3's initializer_range
 
@@ -42,6 +42,29 @@ def rotate(x_BLHE: jax.Array, phases: Phases) -> jax.Array:
     cos = phases.cos_BLe[..., None, :].astype(x_BLHE.dtype)
     sin = phases.sin_BLe[..., None, :].astype(x_BLHE.dtype)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+@jax.custom_vjp
+def linear(x_BLI: jax.Array, w_IO: jax.Array) -> jax.Array:
+    """x w, with the matrix in the dtype of x."""
+    return x_BLI @ w_IO.astype(x_BLI.dtype)
+
+
+def _linear_backward(saved, bar_BLO):
+    # Autodiff would form the matrix's gradient transposed, with a transposed copy of `bar`.
+    x_BLI, w_IO = saved
+    dx_BLI = jnp.einsum("blo,io->bli", bar_BLO, w_IO.astype(bar_BLO.dtype))
+    rows = bar_BLO.shape[0] * bar_BLO.shape[1]
+    dw_IO = jax.lax.dot_general(
+        x_BLI.reshape(rows, -1),
+        bar_BLO.reshape(rows, -1),
+        (((0,), (0,)), ((), ())),
+        preferred_element_type=w_IO.dtype,
+    )
+    return dx_BLI, dw_IO
+
+
+linear.defvjp(lambda x_BLI, w_IO: (linear(x_BLI, w_IO), (x_BLI, w_IO)), _linear_backward)
 
 
 class RMSNorm(nnx.Module):
@@ -74,16 +97,21 @@ class Attention(nnx.Module):
         self.key_norm = RMSNorm(E, config.norm_eps)
         self.head_dim = E
 
-    def __call__(self, x_BLD: jax.Array, phases: Phases) -> jax.Array:
-        """Attends among the given rows, which stand in position order."""
+    def __call__(
+        self, x_BLD: jax.Array, phases: Phases, saved: Saved = None
+    ) -> tuple[jax.Array, Saved]:
+        """Attends among the given rows, which stand in position order.
+
+        `saved` and the second result are those of `causal_attention`.
+        """
         q, k, v_BLGE = (
-            (x_BLD @ w[...].astype(x_BLD.dtype)).reshape(*x_BLD.shape[:2], -1, self.head_dim)
+            linear(x_BLD, w[...]).reshape(*x_BLD.shape[:2], -1, self.head_dim)
             for w in (self.query, self.key, self.value)
         )
         q_BLHE = rotate(self.query_norm(q), phases)
         k_BLGE = rotate(self.key_norm(k), phases)
-        out_BLHE = causal_attention(q_BLHE, k_BLGE, v_BLGE)
-        return out_BLHE.reshape(*x_BLD.shape[:2], -1) @ self.output[...].astype(x_BLD.dtype)
+        out_BLHE, saved = causal_attention(q_BLHE, k_BLGE, v_BLGE, saved)
+        return linear(out_BLHE.reshape(*x_BLD.shape[:2], -1), self.output[...]), saved
 
 
 class SwiGLU(nnx.Module):
@@ -95,8 +123,8 @@ class SwiGLU(nnx.Module):
         self.down = _matrix(rngs, d_ff, d_model)
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
-        gate, up, down = (w[...].astype(x_BLD.dtype) for w in (self.gate, self.up, self.down))
-        return (jax.nn.silu(x_BLD @ gate) * (x_BLD @ up)) @ down
+        gate_BLF = jax.nn.silu(linear(x_BLD, self.gate[...]))
+        return linear(gate_BLF * linear(x_BLD, self.up[...]), self.down[...])
 
 
 class DecoderBlock(nnx.Module):
@@ -108,16 +136,51 @@ class DecoderBlock(nnx.Module):
         self.ffn_norm = RMSNorm(config.d_model, config.norm_eps)
         self.ffn = SwiGLU(config.d_model, config.d_ff, rngs=rngs)
 
-    def __call__(self, x_BLD: jax.Array, phases: Phases) -> tuple[jax.Array, jax.Array]:
-        """Returns a = Attention(norm(x)) and f = FFN(norm(x + a)), both [B, L, D]."""
-        a_BLD = self.attention(self.attention_norm(x_BLD), phases)
-        return a_BLD, self.ffn(self.ffn_norm(x_BLD + a_BLD))
+    def __call__(
+        self, x_BLD: jax.Array, phases: Phases, saved: Saved = None
+    ) -> tuple[jax.Array, jax.Array, Saved]:
+        """Returns a = Attention(norm(x)) and f = FFN(norm(x + a)), both [B, L, D].
+
+        `saved` and the third result are those of `causal_attention`.
+        """
+        a_BLD, saved = self.attention(self.attention_norm(x_BLD), phases, saved)
+        return a_BLD, self.ffn(self.ffn_norm(x_BLD + a_BLD)), saved
 
 
+@jax.custom_vjp
 def dense_layer(block: DecoderBlock, x_BLD: jax.Array, phases: Phases) -> jax.Array:
-    """x + a + f, a dense layer."""
-    a_BLD, f_BLD = block(x_BLD, phases)
-    return x_BLD + a_BLD + f_BLD
+    """x + a + f, a dense layer. Its backward pass needs x and the attention output only.
+
+    The rest is recomputed: products linear in L are cheap beside what they would hold in memory,
+    attention is not.
+    """
+    return dense_forward(block, x_BLD, phases)[0]
+
+
+def dense_forward(
+    block: DecoderBlock, x_BLD: jax.Array, phases: Phases, saved: Saved = None
+) -> tuple[jax.Array, Saved]:
+    """`dense_layer`, and what `dense_backward` needs beside the arguments."""
+    a_BLD, f_BLD, saved = block(x_BLD, phases, saved)
+    return x_BLD + a_BLD + f_BLD, saved
+
+
+def dense_backward(
+    block: DecoderBlock, x_BLD: jax.Array, phases: Phases, saved: Saved, bar_BLD: jax.Array
+) -> tuple[DecoderBlock, jax.Array]:
+    """Gradients of `dense_layer` to the block and to x; the phases are constants."""
+    layer = lambda block, x_BLD: dense_forward(block, x_BLD, phases, saved)[0]
+    return jax.vjp(layer, block, x_BLD)[1](bar_BLD)
+
+
+def _dense_layer_forward(block, x_BLD, phases):
+    y_BLD, saved = dense_forward(block, x_BLD, phases)
+    return y_BLD, (block, x_BLD, phases, saved)
+
+
+dense_layer.defvjp(
+    _dense_layer_forward, lambda residuals, bar_BLD: (*dense_backward(*residuals, bar_BLD), None)
+)
 
 
 class SparseLayer(nnx.Module):
@@ -137,7 +200,7 @@ def sparse_update(
     layer: SparseLayer, rows_BCD: jax.Array, phases: Phases, score_BC: jax.Array
 ) -> jax.Array:
     """New values of the routed rows under the layer's update rule (SPEC 3)."""
-    a_BCD, f_BCD = layer.block(rows_BCD, phases)
+    a_BCD, f_BCD, _ = layer.block(rows_BCD, phases)
     if layer.update is Update.MOD:
         return rows_BCD + a_BCD + score_BC[..., None].astype(rows_BCD.dtype) * f_BCD
     weight_BC = (layer.gate[...] * score_BC).astype(rows_BCD.dtype)

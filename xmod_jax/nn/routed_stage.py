@@ -1,4 +1,4 @@
-"""The routed stage: sparse layers in a row, trained with top-k routing (SPEC 3).
+"""Routed stages: sparse layers in a row, then a dense anchor, under top-k routing (SPEC 1, 3).
 
 Two savings over a plain scan, both exact (WORKSPACE.md: "only routed rows", "kept logits"):
 
@@ -7,7 +7,11 @@ Two savings over a plain scan, both exact (WORKSPACE.md: "only routed rows", "ke
 * All S routers read the stream once, at the stage's start; later only changed rows are read again.
   In the backward pass the logits' gradients wait in [B, L, S] until their row changes.
 
-Shapes: B batch, L context, C capacity, D width, S sparse layers of the stage.
+Parameters stay in their stacks: a layer's are sliced where they are used, and its gradients are
+written into the stack of gradients in place. Scanning over stages of stacks would copy a whole
+stage of parameters, forward and backward.
+
+Shapes: B batch, L context, C capacity, D width, N stages, S sparse layers of a stage.
 """
 
 from __future__ import annotations
@@ -26,11 +30,23 @@ from xmod_jax.nn import routing
 RowUpdate = Callable[[Any, jax.Array, Any, jax.Array], jax.Array]
 
 
-class StageOutput(NamedTuple):
-    """What a routed stage returns.
+class Anchor(NamedTuple):
+    """The dense layer that ends a stage.
 
     Attributes:
-      x_BLD: the stream after the stage.
+      forward: ``(params, x_BLD, positions) -> (y_BLD, saved)``.
+      backward: ``(params, x_BLD, positions, saved, dy_BLD) -> (dparams, dx_BLD)``.
+    """
+
+    forward: Callable[..., tuple[jax.Array, Any]]
+    backward: Callable[..., tuple[Any, jax.Array]]
+
+
+class StageOutput(NamedTuple):
+    """What routed stages return; a leading axis of stages [N] where there are several.
+
+    Attributes:
+      x_BLD: the stream after the last stage.
       alignment_S: alignment loss of each layer, differentiable.
       kth_S: smallest selected logit of each layer, mean over sequences; no gradient.
       agreement_S: share of tokens on which top-k and the 0.5 threshold agree; no gradient.
@@ -72,7 +88,7 @@ def routed_stage(
     bias_scale: float = 1.0,
     valid_BL: jax.Array | None = None,
 ) -> StageOutput:
-    """Runs S sparse layers under top-k routing of capacity ceil(L/K).
+    """Runs the S sparse layers of one stage under top-k routing of capacity ceil(L/K).
 
     Args:
       update: new values of a layer's rows; see `gated_residual`.
@@ -88,18 +104,73 @@ def routed_stage(
     Returns:
       `StageOutput`; its stream and alignment loss carry gradients to params, routers and x.
     """
+    stacks = jax.tree.map(lambda leaf: leaf[None], (params, router_SD))
+    options = {"sparsity": sparsity, "bias_scale": bias_scale, "valid_BL": valid_BL}
+    out = routed_stages(update, *stacks, x_BLD, positions, **options)
+    return StageOutput(out.x_BLD, *(field[0] for field in out[1:]))
+
+
+def routed_stages(
+    update: RowUpdate,
+    params: Any,
+    router_NSD: jax.Array,
+    x_BLD: jax.Array,
+    positions: Any,
+    *,
+    sparsity: int,
+    bias_scale: float = 1.0,
+    valid_BL: jax.Array | None = None,
+    anchor: Anchor | None = None,
+    anchor_params: Any = None,
+) -> StageOutput:
+    """Runs N equal stages: `routed_stage` and then `anchor`, if there is one, in each.
+
+    Args:
+      params: parameters of all sparse layers, every leaf [N, S, ...].
+      router_NSD: router vectors, at least float32.
+      anchor: the dense layer after each stage.
+      anchor_params: its parameters, every leaf [N, ...].
+
+    The other arguments and the result are those of `routed_stage`.
+    """
     count = routing.capacity(x_BLD.shape[1], sparsity)
-    return _stage(update, count, bias_scale, params, router_SD, x_BLD, positions, valid_BL)
+    static = _Static(update, count, bias_scale, anchor)
+    return _stages(static, params, router_NSD, anchor_params, x_BLD, positions, valid_BL)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _stage(update, count, tau, params, router_SD, x_BLD, positions, valid_BL):
-    return _stage_forward(update, count, tau, params, router_SD, x_BLD, positions, valid_BL)[0]
+class _Static(NamedTuple):
+    update: RowUpdate
+    count: int
+    tau: float
+    anchor: Anchor | None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _stages(static, params, router_NSD, anchor_params, x_BLD, positions, valid_BL):
+    arguments = (params, router_NSD, anchor_params, x_BLD, positions, valid_BL)
+    return _stages_forward(static, *arguments)[0]
 
 
 def read_logits(x_BLD: jax.Array, router_SD: jax.Array) -> jax.Array:
     """Router logits [B, L, S] of all layers, in the routers' precision."""
     return jnp.einsum("bld,sd->bls", x_BLD.astype(router_SD.dtype), router_SD)
+
+
+def at(tree: Any, *index: jax.Array) -> Any:
+    """Leaf[index] of every leaf, for traced indices of the leading axes."""
+    for i in index:
+        tree = jax.tree.map(lambda leaf, i=i: lax.dynamic_index_in_dim(leaf, i, 0, False), tree)
+    return tree
+
+
+def _write(tree: Any, new: Any, *index: jax.Array) -> Any:
+    """The tree with leaf[index] = new; in place where the compiler may."""
+
+    def one(leaf: jax.Array, new: jax.Array) -> jax.Array:
+        start = (*index, *([0] * new.ndim))
+        return lax.dynamic_update_slice(leaf, new[(None,) * len(index)].astype(leaf.dtype), start)
+
+    return jax.tree.map(one, tree, new)
 
 
 def _apply(update, params, rows_BCD, positions_BC, z_BC, valid_BC):
@@ -108,17 +179,33 @@ def _apply(update, params, rows_BCD, positions_BC, z_BC, valid_BC):
     return new_BCD if valid_BC is None else jnp.where(valid_BC[..., None], new_BCD, rows_BCD)
 
 
-def _stage_forward(update, count, tau, params, router_SD, x_BLD, positions, valid_BL):
-    S = router_SD.shape[0]
+def _stages_forward(static, params, router_NSD, anchor_params, x_BLD, positions, valid_BL):
+    def stage(x_BLD, n):
+        x_BLD, aux, layers = _sparse_forward(
+            static, params, n, router_NSD[n], x_BLD, positions, valid_BL
+        )
+        if static.anchor is None:
+            return x_BLD, (aux, (x_BLD, layers, None))
+        y_BLD, saved = static.anchor.forward(at(anchor_params, n), x_BLD, positions)
+        return y_BLD, (aux, (x_BLD, layers, saved))
 
-    def layer(carry, item):
+    x_BLD, (aux, saved) = lax.scan(stage, x_BLD, jnp.arange(len(router_NSD)))
+    residuals = (params, router_NSD, anchor_params, positions, valid_BL, saved)
+    return StageOutput(x_BLD, *aux), residuals
+
+
+def _sparse_forward(static, params, n, router_SD, x_BLD, positions, valid_BL):
+    """The sparse layers of stage n: the stream, auxiliaries, and what the way back needs."""
+    S = len(router_SD)
+
+    def layer(carry, s):
         x_BLD, logits_BLS, chosen_BL = carry
-        s, params = item
-        z_BL = lax.dynamic_index_in_dim(logits_BLS, s, 2, keepdims=False) - tau * chosen_BL
-        pick = routing.select_top_k(_compete(z_BL, valid_BL), count)
+        z_BL = lax.dynamic_index_in_dim(logits_BLS, s, 2, keepdims=False) - static.tau * chosen_BL
+        pick = routing.select_top_k(_compete(z_BL, valid_BL), static.count)
         idx_BC, mask_BL = pick.idx_BC, _and(pick.mask_BL, valid_BL)
         rows_BCD, z_BC, positions_BC, valid_BC = _take((x_BLD, z_BL, positions, valid_BL), idx_BC)
-        new_BCD = _apply(update, params, rows_BCD, positions_BC, z_BC, valid_BC)
+        layer_params = at(params, n, s)
+        new_BCD = _apply(static.update, layer_params, rows_BCD, positions_BC, z_BC, valid_BC)
         x_BLD = routing.put_rows(x_BLD, idx_BC, new_BCD)
         if S > 1:
             logits_BLS = routing.put_rows(logits_BLS, idx_BC, read_logits(new_BCD, router_SD))
@@ -130,29 +217,52 @@ def _stage_forward(update, count, tau, params, router_SD, x_BLD, positions, vali
         return (x_BLD, logits_BLS, chosen_BL + mask_BL), (aux, (idx_BC, rows_BCD, z_BL))
 
     start = (x_BLD, read_logits(x_BLD, router_SD), jnp.zeros(x_BLD.shape[:2], router_SD.dtype))
-    (x_BLD, _, _), (aux, saved) = lax.scan(layer, start, (jnp.arange(S), params))
-    return StageOutput(x_BLD, *aux), (params, router_SD, x_BLD, positions, valid_BL, saved)
+    (x_BLD, _, _), (aux, saved) = lax.scan(layer, start, jnp.arange(S))
+    return x_BLD, aux, saved
 
 
-def _stage_backward(update, count, tau, residuals, bars):
-    """Walks the layers in reverse; see the module's head.
+def _stages_backward(static, residuals, bars):
+    params, router_NSD, anchor_params, positions, valid_BL, saved = residuals
+    fresh = lambda tree: jax.tree.map(lambda leaf: lax.empty(leaf.shape, leaf.dtype), tree)
+
+    def stage(carry, item):
+        dx_BLD, dparams, danchors = carry
+        n, (x_BLD, layers, anchor_saved), dalign_S = item
+        if static.anchor is not None:
+            danchor, dx_BLD = static.anchor.backward(
+                at(anchor_params, n), x_BLD, positions, anchor_saved, dx_BLD
+            )
+            danchors = _write(danchors, danchor, n)
+        arguments = (params, n, router_NSD[n], x_BLD, positions, valid_BL, layers, dalign_S)
+        dx_BLD, dparams, dw_SD = _sparse_backward(static, *arguments, dx_BLD, dparams)
+        return (dx_BLD, dparams, danchors), dw_SD
+
+    start = (bars.x_BLD, fresh(params), fresh(anchor_params))
+    items = (jnp.arange(len(router_NSD)), saved, bars.alignment_S)
+    (dx_BLD, dparams, danchors), dw_NSD = lax.scan(stage, start, items, reverse=True)
+    return dparams, dw_NSD, danchors, dx_BLD, None, None
+
+
+def _sparse_backward(
+    static, params, n, router_SD, x_BLD, positions, valid_BL, layers, dalign_S, dx_BLD, dparams
+):
+    """Walks the sparse layers of stage n in reverse; see the module's head.
 
     `g_BLS` holds d loss / d logits of the layers walked so far, for the CURRENT version of each
     row. When a row's version ends (the layer that wrote it is reached), its logits' gradients flow
     to that version and to the routers, and start again from zero for the version before.
     """
-    params, router_SD, x_BLD, positions, valid_BL, saved = residuals
-    S, wide = router_SD.shape[0], router_SD.dtype
+    S, wide = len(router_SD), router_SD.dtype
 
     def layer(carry, item):
-        dx_BLD, x_BLD, g_BLS, dw_SD = carry
-        s, params, (idx_BC, rows_BCD, z_BL), dalign = item
+        dx_BLD, x_BLD, g_BLS, dw_SD, dparams = carry
+        s, (idx_BC, rows_BCD, z_BL), dalign = item
         dnew_BCD, g_BCS, z_BC, positions_BC, valid_BC = _take(
             (dx_BLD, g_BLS, z_BL, positions, valid_BL), idx_BC
         )
         new_BCD, pull = jax.vjp(
-            lambda params, rows, z: _apply(update, params, rows, positions_BC, z, valid_BC),
-            params,
+            lambda layer, rows, z: _apply(static.update, layer, rows, positions_BC, z, valid_BC),
+            at(params, n, s),
             rows_BCD,
             z_BC,
         )
@@ -160,23 +270,24 @@ def _stage_backward(update, count, tau, residuals, bars):
             dw_SD += jnp.einsum("bcs,bcd->sd", g_BCS, new_BCD.astype(wide))
             dnew_BCD += jnp.einsum("bcs,sd->bcd", g_BCS, router_SD).astype(dnew_BCD.dtype)
             g_BLS = routing.put_rows(g_BLS, idx_BC, jnp.zeros_like(g_BCS))
-        dparams, drows_BCD, dz_BC = pull(dnew_BCD)
+        dlayer, drows_BCD, dz_BC = pull(dnew_BCD)
         dz_BL = _alignment_gradient(z_BL, idx_BC, valid_BL, valid_BC) * dalign
         dz_BL = jax.vmap(lambda dz, idx, new: dz.at[idx].add(new))(dz_BL, idx_BC, dz_BC)
         g_BLS = lax.dynamic_update_index_in_dim(g_BLS, dz_BL, s, 2)
         dx_BLD = routing.put_rows(dx_BLD, idx_BC, drows_BCD)
         x_BLD = routing.put_rows(x_BLD, idx_BC, rows_BCD)
-        return (dx_BLD, x_BLD, g_BLS, dw_SD), dparams
+        return (dx_BLD, x_BLD, g_BLS, dw_SD, _write(dparams, dlayer, n, s)), None
 
-    start = (bars.x_BLD, x_BLD, jnp.zeros((*x_BLD.shape[:2], S), wide), jnp.zeros_like(router_SD))
-    items = (jnp.arange(S), params, saved, bars.alignment_S)
-    (dx_BLD, x_BLD, g_BLS, dw_SD), dparams = lax.scan(layer, start, items, reverse=True)
+    zeros_BLS = jnp.zeros((*x_BLD.shape[:2], S), wide)
+    start = (dx_BLD, x_BLD, zeros_BLS, jnp.zeros_like(router_SD), dparams)
+    items = (jnp.arange(S), layers, dalign_S)
+    (dx_BLD, x_BLD, g_BLS, dw_SD, dparams), _ = lax.scan(layer, start, items, reverse=True)
     dw_SD += jnp.einsum("bls,bld->sd", g_BLS, x_BLD.astype(wide))
     dx_BLD += jnp.einsum("bls,sd->bld", g_BLS, router_SD).astype(dx_BLD.dtype)
-    return dparams, dw_SD, dx_BLD, None, None
+    return dx_BLD, dparams, dw_SD
 
 
-_stage.defvjp(_stage_forward, _stage_backward)
+_stages.defvjp(_stages_forward, _stages_backward)
 
 
 def _alignment_gradient(z_BL, idx_BC, valid_BL, valid_BC):

@@ -9,6 +9,7 @@ Shapes: B batch, L context, M rows of a bucket, D width, S sparse layers of the 
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -16,16 +17,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from xmod_jax.nn import routing
-from xmod_jax.nn.routed_stage import RowUpdate, read_logits
+from xmod_jax.nn.routed_stage import Anchor, RowUpdate, at, read_logits
 
 PAPER_THRESHOLD = 0.0  # of the biased logit: sigmoid(0) = 0.5
 
 
 class ThresholdOutput(NamedTuple):
-    """What a stage under threshold routing returns.
+    """What stages under threshold routing return; statistics have a leading axis of stages.
 
     Attributes:
-      x_BLD: the stream after the stage.
+      x_BLD: the stream after the last stage.
       routed_S: share of the valid tokens routed to each layer.
       coverage: share of tokens that at least one layer of the stage updated, mean over sequences.
       jaccard_B: overlap of consecutive layers' token sets, mean over a sequence's pairs with a
@@ -40,39 +41,65 @@ class ThresholdOutput(NamedTuple):
     updates: jax.Array
 
 
-def threshold_stage(
+def threshold_stages(
     update: RowUpdate,
     params: Any,
-    router_SD: jax.Array,
+    router_NSD: jax.Array,
     x_BLD: jax.Array,
     positions: Any,
-    threshold_S: jax.Array,
+    threshold_NS: jax.Array,
     *,
     sparsity: int,
     bias_scale: float = 1.0,
     valid_BL: jax.Array | None = None,
+    anchor: Anchor | None = None,
+    anchor_params: Any = None,
 ) -> ThresholdOutput:
-    """Runs S sparse layers; token i enters layer s iff ``s_i - tau * b_i >= threshold_S[s]``.
+    """Runs N stages; token i enters layer s iff ``s_i - tau * b_i >= threshold_NS[n, s]``.
 
-    Arguments as `routed_stage`'s; forward only in use, though nothing prevents differentiation.
-    Call it outside `jax.vmap`: a vmapped switch runs every bucket.
+    Arguments as `routed_stages`'; for forward passes. Call it outside `jax.vmap`: a vmapped switch
+    runs every bucket.
     """
+    real_BL = jnp.ones(x_BLD.shape[:2], bool) if valid_BL is None else valid_BL
+    sizes = routing.bucket_sizes(x_BLD.shape[1], sparsity)
+    buckets = [_bucket(update, size) for size in sizes]
+
+    def stage(x_BLD, item):
+        n, router_SD, threshold_S = item
+        run = functools.partial(_run_layer, sizes, buckets, params, n, router_SD, positions)
+        output = _run_stage(run, router_SD, x_BLD, threshold_S, bias_scale, real_BL)
+        x_BLD = output.x_BLD
+        if anchor is not None:
+            x_BLD, _ = anchor.forward(at(anchor_params, n), x_BLD, positions)
+        return x_BLD, output[1:]
+
+    items = (jnp.arange(len(router_NSD)), router_NSD, threshold_NS)
+    x_BLD, statistics = lax.scan(stage, x_BLD, items)
+    return ThresholdOutput(x_BLD, *statistics)
+
+
+def _run_layer(
+    sizes, buckets, params, n, router_SD, positions, s, x_BLD, logits_BLS, mask_BL, z_BL
+):
+    """Layer s of stage n in the smallest bucket that holds every routed token."""
+    need = jnp.max(jnp.sum(mask_BL, axis=-1))
+    which = jnp.searchsorted(jnp.asarray(sizes), need)
+    # Parameters are sliced inside the taken branch: an empty layer does not touch its own.
+    arguments = (params, n, s, router_SD, x_BLD, logits_BLS, positions, mask_BL, z_BL)
+    return lax.switch(which, buckets, *arguments)
+
+
+def _run_stage(run, router_SD, x_BLD, threshold_S, bias_scale, real_BL) -> ThresholdOutput:
+    """The sparse layers of one stage, with the statistics of their selections."""
     B, L, _ = x_BLD.shape
     S = len(router_SD)
-    real_BL = jnp.ones((B, L), bool) if valid_BL is None else valid_BL
-    sizes = routing.bucket_sizes(L, sparsity)
-    buckets = [_bucket(update, size) for size in sizes]
 
     def layer(carry, item):
         x_BLD, logits_BLS, chosen_BL, last_BL, overlap_B, pairs_B = carry
-        s, params, threshold = item
+        s, threshold = item
         z_BL = lax.dynamic_index_in_dim(logits_BLS, s, 2, keepdims=False) - bias_scale * chosen_BL
         mask_BL = (z_BL >= threshold) & real_BL
-        need = jnp.max(jnp.sum(mask_BL, axis=-1))
-        which = jnp.searchsorted(jnp.asarray(sizes), need)
-        x_BLD, logits_BLS = lax.switch(
-            which, buckets, params, router_SD, x_BLD, logits_BLS, positions, mask_BL, z_BL
-        )
+        x_BLD, logits_BLS = run(s, x_BLD, logits_BLS, mask_BL, z_BL)
         union_B = jnp.sum(mask_BL | last_BL, axis=-1)
         pair_B = (union_B > 0) & (s > 0)
         both_B = jnp.sum(mask_BL & last_BL, axis=-1) / jnp.maximum(union_B, 1)
@@ -83,7 +110,7 @@ def threshold_stage(
     wide = router_SD.dtype
     zeros_BL, zeros_B = jnp.zeros((B, L), wide), jnp.zeros(B, jnp.float32)
     start = (x_BLD, read_logits(x_BLD, router_SD), zeros_BL, zeros_BL > 0, zeros_B, zeros_B)
-    items = (jnp.arange(S), params, threshold_S)
+    items = (jnp.arange(S), threshold_S)
     (x_BLD, _, chosen_BL, _, overlap_B, pairs_B), routed_S = lax.scan(layer, start, items)
     covered_B = jnp.sum(chosen_BL > 0, axis=-1) / jnp.maximum(jnp.sum(real_BL, axis=-1), 1)
     updates = jax.ops.segment_sum(
@@ -95,13 +122,13 @@ def threshold_stage(
 def _bucket(update: RowUpdate, size: int):
     """One layer over at most `size` routed rows of each sequence."""
 
-    def run(params, router_SD, x_BLD, logits_BLS, positions, mask_BL, z_BL):
+    def run(params, n, s, router_SD, x_BLD, logits_BLS, positions, mask_BL, z_BL):
         if size == 0:
             return x_BLD, logits_BLS
         idx_BM = routing.compact(mask_BL, size)
         take = lambda leaf: routing.take_rows(leaf, idx_BM)
         score_BM = jax.nn.sigmoid(take(z_BL))
-        new_BMD = update(params, take(x_BLD), jax.tree.map(take, positions), score_BM)
+        new_BMD = update(at(params, n, s), take(x_BLD), jax.tree.map(take, positions), score_BM)
         new_BMD = new_BMD.astype(x_BLD.dtype)
         x_BLD = routing.put_rows(x_BLD, idx_BM, new_BMD)
         if len(router_SD) > 1:
