@@ -41,6 +41,30 @@ class ThresholdOutput(NamedTuple):
     updates: jax.Array
 
 
+def threshold_stage(
+    update: RowUpdate,
+    params: Any,
+    router_SD: jax.Array,
+    x_BLD: jax.Array,
+    positions: Any,
+    threshold_S: jax.Array,
+    *,
+    sparsity: int,
+    bias_scale: float = 1.0,
+    valid_BL: jax.Array | None = None,
+) -> ThresholdOutput:
+    """Runs the S sparse layers of one stage: token i enters layer s iff its biased logit
+    ``s_i - tau * b_i`` is at least ``threshold_S[s]``; 0 is the paper's r >= 0.5.
+
+    The other arguments are those of `xmod_jax.routed_stage`. For forward passes; call it outside
+    `jax.vmap`, since a vmapped switch runs every bucket.
+    """
+    stacks = jax.tree.map(lambda leaf: leaf[None], (params, router_SD))
+    options = {"sparsity": sparsity, "bias_scale": bias_scale, "valid_BL": valid_BL}
+    out = threshold_stages(update, *stacks, x_BLD, positions, threshold_S[None], **options)
+    return ThresholdOutput(out.x_BLD, *(field[0] for field in out[1:]))
+
+
 def threshold_stages(
     update: RowUpdate,
     params: Any,

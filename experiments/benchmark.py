@@ -1,0 +1,253 @@
+"""Measures speed, memory and compile time of Dense, MoD and X-MoD against each other.
+
+    python -m experiments.benchmark --suite=training [--context=2048] [--batch=4] [--output=FILE]
+
+Contenders run interleaved in one process after a warm-up; medians, spread and ratios to the first
+contender are printed. Beside each ratio stands its bound, what the executed FLOPs allow, and the
+share of it that was reached.
+
+  training    gradient of the training loss, optimiser apart
+  evaluation  threshold routing, thresholds set so that every layer routes about L/K tokens
+  optimizer   one optimiser update
+  memory      temporary bytes of the compiled training gradient
+  compile     seconds to compile the training gradient
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from absl import flags
+
+from experiments import cli, tables
+from xmod_jax import accounting, records
+from xmod_jax.config import BYTE_VOCABULARY, Backbone, ModelConfig, Routing
+from xmod_jax.errors import UserError
+from xmod_jax.hierarchy import Hierarchy
+
+SUITES = ("training", "evaluation", "optimizer", "memory", "compile")
+_SUITE = flags.DEFINE_enum("suite", None, SUITES, "what to measure", required=True)
+_MODELS = flags.DEFINE_list("models", ["dense", "A4K8", "A3K16"], "hierarchies, the rival first")
+_CONTEXT = flags.DEFINE_integer("context", 2048, "L, tokens", lower_bound=1)
+_BATCH = flags.DEFINE_integer("batch", 4, "sequences", lower_bound=1)
+_WIDTH = flags.DEFINE_integer("width", 256, "D; heads of 64, d_ff = 3 D", lower_bound=128)
+_DEPTH = flags.DEFINE_list("active_depth", ["28"], "active depth, one or one for each model")
+_ROUNDS = flags.DEFINE_integer("rounds", 5, "measurements of each contender", lower_bound=1)
+_OUTPUT = flags.DEFINE_string("output", None, "JSON file for the results")
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """A model under measurement: its configuration, parameters and batch."""
+
+    name: str
+    config: ModelConfig
+    model: Any
+    tokens: Any
+
+
+def _config(name: str, depth: int) -> ModelConfig:
+    width = _WIDTH.value
+    if width % 128:
+        raise UserError(f"--width={width} is not a multiple of 128 (two heads of 64 a KV head)")
+    backbone = Backbone(width, 64, width // 64, width // 128, 3 * width, BYTE_VOCABULARY)
+    routing = Routing.mod() if name.lower() == "mod" else Routing()
+    try:
+        return ModelConfig(backbone, Hierarchy.from_name(name, depth), routing)
+    except ValueError as error:
+        raise UserError(f"--models: {error}") from error
+
+
+def _depths() -> list[int]:
+    try:
+        depths = [int(depth) for depth in _DEPTH.value]
+    except ValueError as error:
+        raise UserError(f"--active_depth={','.join(_DEPTH.value)}: not integers") from error
+    if len(depths) not in (1, len(_MODELS.value)):
+        raise UserError("--active_depth takes one depth, or one for each of --models")
+    return depths * (len(_MODELS.value) // len(depths))
+
+
+def _contenders(arrays: bool) -> list[Contender]:
+    """The models to measure; shapes only unless `arrays`."""
+    import jax
+    from flax import nnx
+
+    from xmod_jax.model import Decoder
+
+    def contender(name: str, depth: int) -> Contender:
+        config = _config(name, depth)
+        make: Callable[[Any], Any] = lambda key: Decoder(config, rngs=nnx.Rngs(key))
+        shape = (_BATCH.value, _CONTEXT.value + 1)
+        draw = lambda key: jax.random.randint(key, shape, 0, BYTE_VOCABULARY)
+        key = jax.random.key(0)
+        evaluate = (lambda f: jax.jit(f)(key)) if arrays else (lambda f: jax.eval_shape(f, key))
+        label = name if len(_DEPTH.value) == 1 else f"{name}@{depth}"
+        return Contender(label, config, evaluate(make), evaluate(draw))
+
+    return [contender(*pair) for pair in zip(_MODELS.value, _depths(), strict=True)]
+
+
+def _gradient() -> Any:
+    import jax
+
+    from xmod_jax.training.step import training_loss
+
+    return jax.jit(jax.grad(lambda model, tokens: training_loss(model, tokens, 1e-4)[0]))
+
+
+def _training(contenders: list[Contender]) -> list[dict[str, Any]]:
+    calls = {}
+    for each in contenders:
+        compiled = _gradient().lower(each.model, each.tokens).compile()
+        calls[each.name] = lambda f=compiled, e=each: f(e.model, e.tokens)
+    per_token = accounting.train_hardware_flops_per_token
+    return _compare(
+        calls, {e.name: _tokens() * per_token(e.config, _CONTEXT.value) for e in contenders}
+    )
+
+
+def _evaluation(contenders: list[Contender]) -> list[dict[str, Any]]:
+    """Thresholds are the smallest selected logits of a top-k pass: the trained load."""
+    import jax
+
+    from xmod_jax.model import Threshold, TopK
+    from xmod_jax.training.evaluation import batch_statistics
+
+    calls, flops = {}, {}
+    for each in contenders:
+        _, outputs = jax.jit(lambda model, tokens: model(tokens[:, :-1], TopK()))(
+            each.model, each.tokens
+        )
+        route = Threshold(tuple(out.kth_S for out in outputs))
+        compiled = jax.jit(batch_statistics).lower(each.model, each.tokens, route).compile()
+        routed = compiled(each.model, each.tokens, route).get("routed")
+        share = "" if routed is None else f" (routes {float(routed):.3f} of the token-layers)"
+        name = each.name + share
+        calls[name] = lambda f=compiled, e=each, r=route: f(e.model, e.tokens, r)
+        per_token = accounting.forward_hardware_flops_per_token(each.config, _CONTEXT.value)
+        flops[name] = _tokens() * per_token
+    return _compare(calls, flops)
+
+
+def _optimizer(contenders: list[Contender]) -> list[dict[str, Any]]:
+    import jax
+
+    from xmod_jax.config import OptimizerConfig
+    from xmod_jax.training.optimizer import make_optimizer
+
+    optimizer = make_optimizer(OptimizerConfig(), 100)
+    update = jax.jit(optimizer.update)
+    calls = {}
+    for each in contenders:
+        state = optimizer.init(each.model)
+        calls[each.name] = lambda e=each, s=state: update(e.model, s, e.model)
+    return _compare(calls, None)
+
+
+def _memory(contenders: list[Contender]) -> list[dict[str, Any]]:
+    rows = []
+    for each in contenders:
+        analysis = _gradient().lower(each.model, each.tokens).compile().memory_analysis()
+        temporary = analysis.temp_size_in_bytes
+        rows.append(
+            {
+                "model": each.name,
+                "layers": each.config.hierarchy.depth,
+                "temporary_MB": temporary / 2**20,
+            }
+        )
+    for row in rows:
+        row["ratio"] = row["temporary_MB"] / rows[0]["temporary_MB"]
+    return rows
+
+
+def _compile(contenders: list[Contender]) -> list[dict[str, Any]]:
+    times: dict[str, list[float]] = {each.name: [] for each in contenders}
+    for _ in range(_ROUNDS.value):
+        for each in contenders:
+            lowered = _gradient().lower(each.model, each.tokens)
+            start = time.perf_counter()
+            lowered.compile()
+            times[each.name].append(time.perf_counter() - start)
+    return _rows(times, None, {e.name: e.config.hierarchy.depth for e in contenders})
+
+
+def _tokens() -> int:
+    return _BATCH.value * _CONTEXT.value
+
+
+def _compare(
+    calls: dict[str, Callable[[], Any]], flops: dict[str, float] | None
+) -> list[dict[str, Any]]:
+    """Times calls in turn, several rounds after one to warm up."""
+    import jax
+
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for round_ in range(_ROUNDS.value + 1):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            jax.block_until_ready(call())
+            if round_:
+                times[name].append(time.perf_counter() - start)
+    return _rows(times, flops, {})
+
+
+def _rows(
+    times: dict[str, list[float]], flops: dict[str, float] | None, layers: dict[str, int]
+) -> list[dict[str, Any]]:
+    first = next(iter(times))
+    rows = []
+    for name, seconds in times.items():
+        median = statistics.median(seconds)
+        row: dict[str, Any] = {"model": name}
+        if layers:
+            row["layers"] = layers[name]
+        row |= {"seconds": median, "fastest": min(seconds), "slowest": max(seconds)}
+        row["speed"] = statistics.median(times[first]) / median
+        if flops:
+            row["GFLOP/s"] = flops[name] / median / 1e9
+            row["bound"] = flops[first] / flops[name]
+            row["share"] = row["speed"] / row["bound"]
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    """Measures one suite and prints it."""
+    suite = _SUITE.value
+    contenders = _contenders(arrays=suite in ("training", "evaluation", "optimizer"))
+    measure = {
+        "training": _training,
+        "evaluation": _evaluation,
+        "optimizer": _optimizer,
+        "memory": _memory,
+        "compile": _compile,
+    }[suite]
+    rows = measure(contenders)
+    import jax
+
+    setting = {
+        "suite": suite,
+        "context": _CONTEXT.value,
+        "batch": _BATCH.value,
+        "width": _WIDTH.value,
+        "rounds": _ROUNDS.value,
+        "device": f"{jax.devices()[0].device_kind} x{jax.device_count()}, {platform.machine()}",
+        "jax": jax.__version__,
+    }
+    print(", ".join(f"{key} {value}" for key, value in setting.items()))
+    text = lambda value: f"{value:.3f}" if isinstance(value, float) else str(value)
+    print(tables.text_table(list(rows[0]), [[text(v) for v in row.values()] for row in rows]))
+    if _OUTPUT.value:
+        records.write_json(_OUTPUT.value, json.loads(json.dumps(setting | {"results": rows})))
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,35 @@
+"""A run small enough for tests: seconds, dominated by compilation."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from xmod_jax.config import (
+    BYTE_VOCABULARY,
+    Backbone,
+    ModelConfig,
+    OptimizerConfig,
+    Routing,
+    RunConfig,
+    TrainConfig,
+)
+from xmod_jax.hierarchy import Hierarchy
+
+BACKBONE = Backbone(16, 8, 2, 1, 32, vocab_size=BYTE_VOCABULARY)
+
+
+def run(hierarchy: str = "A1K4", routing: Routing | None = None, **train) -> RunConfig:
+    """One run; keyword arguments change its `TrainConfig`."""
+    model = ModelConfig(BACKBONE, Hierarchy.from_name(hierarchy, 4, 2), routing or Routing())
+    defaults = TrainConfig(
+        context_length=16,
+        batch_size=4,
+        steps=8,
+        alignment=0.1,
+        eval_every=4,
+        eval_sequences=8,
+        checkpoint_every=2,
+        optimizer=OptimizerConfig(peak_lr=1e-2),
+    )
+    train_config = dataclasses.replace(defaults, **train)
+    return RunConfig("test", hierarchy, "xmod", "tiny", "mini", model, train_config)

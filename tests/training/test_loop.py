@@ -1,0 +1,154 @@
+"""Whole runs: records, resumption after death, refusal of foreign checkpoints, lost numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.training import small
+from xmod_jax import records
+from xmod_jax.config import Routing
+from xmod_jax.data import sources
+from xmod_jax.errors import UserError
+from xmod_jax.training import loop
+from xmod_jax.training.checkpoint import Checkpoints
+from xmod_jax.training.step import initial_state
+
+# Measured on the clock, so never equal between two runs.
+_TIMED = "tokens_per_s"
+
+_CHILD = """
+import os, pathlib, signal, sys
+from tests.training import small
+from xmod_jax.training import loop
+
+def progress(state):
+    if state.step == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+loop.train(small.run(), pathlib.Path(sys.argv[1]), progress)
+"""
+
+
+def curve(directory, name=records.TRAIN):
+    lines = records.read_lines(directory / name)
+    return [{key: value for key, value in line.items() if key != _TIMED} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """An uninterrupted run."""
+    directory = tmp_path_factory.mktemp("run") / "whole"
+    seen = []
+    final = loop.train(small.run(), directory, seen.append)
+    return directory, final, seen
+
+
+def test_a_run_writes_every_record_and_its_mark(finished):
+    directory, final, seen = finished
+    train, evals = curve(directory), curve(directory, records.EVAL)
+    assert [line["step"] for line in train] == list(range(1, 9))
+    assert [line["step"] for line in evals] == [4, 8]
+    assert evals[-1] == {key: final[key] for key in evals[-1]}
+    assert records.status(directory) is records.Status.DONE
+    for line in train:
+        assert line["tokens"] == line["step"] * 64
+        assert line["hardware_flops"] > line["flops"] > 0
+    assert [progress.step for progress in seen] == list(range(1, 9))
+    assert seen[-1].eta_s == 0 and seen[-1].tokens_per_s > 0
+    assert any((directory / "tensorboard").iterdir())
+
+
+def test_every_evaluation_names_three_losses_and_they_differ(finished):
+    _, final, _ = finished
+    losses = [final[f"loss_{name}"] for name in ("topk", "threshold", "calibrated")]
+    assert all(np.isfinite(losses)) and len(set(losses)) == 3
+    assert 0 <= final["routed_threshold"] <= 1 and 0 <= final["coverage"] <= 1
+
+
+def test_a_dense_run_has_one_loss_and_no_routing(tmp_path):
+    final = loop.train(small.run("dense", steps=2), tmp_path / "dense", lambda _: None)
+    assert final["loss_topk"] == final["loss_threshold"] == final["loss_calibrated"]
+    assert final["routed_calibrated"] is None and final["jaccard"] is None
+
+
+@pytest.mark.parametrize("kills", [(5,), (3, 8)], ids=["once", "twice"])
+def test_a_killed_run_resumes_on_the_uninterrupted_curve(kills, finished, tmp_path):
+    directory = tmp_path / "killed"
+    for step in kills:
+        command = [sys.executable, "-c", _CHILD, str(directory), str(step)]
+        child = subprocess.run(command, cwd=os.getcwd(), capture_output=True, timeout=300)
+        assert child.returncode == -signal.SIGKILL, child.stderr.decode()[-2000:]
+    # What a death may leave behind: a torn last line.
+    with (directory / records.TRAIN).open("a") as file:
+        file.write('{"step": 99, "lo')
+    loop.train(small.run(), directory, lambda _: None)
+    assert curve(directory) == curve(finished[0])
+    assert curve(directory, records.EVAL) == curve(finished[0], records.EVAL)
+
+
+def test_starting_a_finished_run_again_takes_no_step(finished):
+    directory, final, _ = finished
+    seen = []
+    assert loop.train(small.run(), directory, seen.append) == final
+    assert seen == []
+
+
+def data_hash():
+    return sources.load(small.run().data).hash
+
+
+def test_a_checkpoint_of_another_architecture_is_refused_naming_the_difference(finished):
+    directory, _, _ = finished
+    config = small.run()
+    other = dataclasses.replace(
+        config, model=dataclasses.replace(config.model, routing=Routing(bias_scale=0.25))
+    )
+    difference = r"model\.routing\.bias_scale is 1\.0 there, 0\.25"
+    with (
+        Checkpoints(directory, other, data_hash()) as checkpoints,
+        pytest.raises(UserError, match=difference),
+    ):
+        checkpoints.restore(initial_state(other))
+    with pytest.raises(UserError, match="another configuration"):
+        loop.train(other, directory, lambda _: None)
+
+
+def test_a_checkpoint_of_other_data_is_refused(finished):
+    directory, _, _ = finished
+    with (
+        Checkpoints(directory, small.run(), "feedfacefeedface") as checkpoints,
+        pytest.raises(UserError, match="trained on other data"),
+    ):
+        checkpoints.restore(initial_state(small.run()))
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_at_once(tmp_path):
+    config = small.run()
+    config = dataclasses.replace(
+        config,
+        train=dataclasses.replace(
+            config.train,
+            optimizer=dataclasses.replace(config.train.optimizer, peak_lr=1e30, warmup=0.6),
+        ),
+    )
+    directory = tmp_path / "lost"
+    with pytest.raises(loop.RunFailed, match="not finite at step"):
+        loop.train(config, directory, lambda _: None)
+    failure = json.loads((directory / records.FAILED).read_text())
+    assert "not finite" in failure["reason"] and failure["step"] >= 1
+    assert records.status(directory) is records.Status.FAILED
+    steps = [line["step"] for line in records.read_lines(directory / records.TRAIN)]
+    assert steps == list(range(1, failure["step"]))
+
+
+def test_a_context_longer_than_the_data_is_one_line(tmp_path):
+    with pytest.raises(UserError, match="longer than the data"):
+        loop.train(small.run(context_length=10_000_000), tmp_path / "long", lambda _: None)

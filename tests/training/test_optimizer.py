@@ -1,0 +1,88 @@
+"""Which leaf gets which optimiser, what a Muon update is, and the schedule."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from tests.training import small
+from xmod_jax.config import OptimizerConfig
+from xmod_jax.model import Decoder
+from xmod_jax.training.optimizer import labels, learning_rate, make_optimizer
+
+MATRICES = {
+    f"{part}.{name}"
+    for part, names in {
+        "attention": ("query", "key", "value", "output"),
+        "ffn": ("gate", "up", "down"),
+    }.items()
+    for name in names
+}
+
+
+def named(tree):
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+
+
+def model():
+    return Decoder(small.run().model, rngs=nnx.Rngs(0))
+
+
+def test_exactly_the_matrices_inside_layers_get_muon():
+    got = {name for name, label in named(labels(model(), "muon")).items() if label == "muon"}
+    stacks = (".prefix", ".groups[0].sparse.block", ".groups[0].anchor")
+    assert got == {f"{stack}.{matrix}.value" for stack in stacks for matrix in MATRICES}
+    rest = named(labels(model(), "muon")).keys() - got
+    assert {".embedding.value", ".head.value", ".groups[0].sparse.router.value"} <= rest
+
+
+def test_every_layers_muon_update_is_orthogonal_with_rms_0_2_times_the_rate():
+    config = OptimizerConfig(peak_lr=1e-2, weight_decay=0.0, warmup=0.0)
+    tree = model()
+    optimizer = make_optimizer(config, 10)
+    gradient = jax.tree.map(
+        lambda leaf: jax.random.normal(jax.random.key(leaf.size), leaf.shape), tree
+    )
+    updates, _ = jax.jit(optimizer.update)(gradient, optimizer.init(tree), tree)
+    label = named(labels(tree, "muon"))
+    checked = 0
+    for name, update in named(updates).items():
+        if label[name] != "muon":
+            continue
+        for matrix in np.asarray(update).reshape(-1, *update.shape[-2:]):
+            checked += 1
+            rms = np.sqrt(np.mean(matrix**2)) / 1e-2
+            # Five Newton-Schulz steps leave singular values in about 0.7..1.2 of one.
+            singular = np.linalg.svd(matrix, compute_uv=False)
+            assert singular.min() > 0.5 * singular.max(), name
+            assert 0.2 * 0.65 < rms < 0.2 * 1.25, (name, rms)
+    assert checked == 7 * (2 + 4 + 1)
+
+
+def test_adamw_matrices_leave_nothing_to_muon():
+    assert set(jax.tree.leaves(labels(model(), "adamw"))) == {"adamw"}
+
+
+def test_first_adamw_update_has_the_size_of_the_rate_and_no_nesterov():
+    config = OptimizerConfig(peak_lr=1e-2, weight_decay=0.0, warmup=0.0, clip=1e9)
+    tree = model()
+    optimizer = make_optimizer(config, 10)
+    gradient = jax.tree.map(jnp.ones_like, tree)
+    updates, _ = optimizer.update(gradient, optimizer.init(tree), tree)
+    np.testing.assert_allclose(updates.embedding[...], -1e-2, rtol=1e-4)
+
+
+def test_the_rate_warms_up_to_its_peak_and_ends_at_a_tenth():
+    rate = learning_rate(OptimizerConfig(peak_lr=1.0, warmup=0.1, final=0.1), 100)
+    values = np.array([rate(step) for step in range(100)])
+    np.testing.assert_allclose(values[:10], np.arange(1, 11) / 10, rtol=1e-5)
+    assert values.argmax() == 9
+    assert np.all(np.diff(values[9:]) < 0)
+    np.testing.assert_allclose(values[-1], 0.1, rtol=1e-5)
+
+
+def test_a_run_of_one_step_trains_at_the_peak():
+    assert float(learning_rate(OptimizerConfig(peak_lr=0.5), 1)(0)) == 0.5
