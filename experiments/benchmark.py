@@ -97,9 +97,10 @@ def _contenders(arrays: bool) -> list[Contender]:
 def _gradient() -> Any:
     import jax
 
+    from xmod_jax.training.compilation import jit
     from xmod_jax.training.step import training_loss
 
-    return jax.jit(jax.grad(lambda model, tokens: training_loss(model, tokens, 1e-4)[0]))
+    return jit(jax.grad(lambda model, tokens: training_loss(model, tokens, 1e-4)[0]))
 
 
 def _training(contenders: list[Contender]) -> list[dict[str, Any]]:
@@ -115,18 +116,16 @@ def _training(contenders: list[Contender]) -> list[dict[str, Any]]:
 
 def _evaluation(contenders: list[Contender]) -> list[dict[str, Any]]:
     """Thresholds are the smallest selected logits of a top-k pass: the trained load."""
-    import jax
-
     from xmod_jax.model import Threshold, TopK
+    from xmod_jax.training.compilation import jit
     from xmod_jax.training.evaluation import batch_statistics
 
     calls, flops = {}, {}
     for each in contenders:
-        _, outputs = jax.jit(lambda model, tokens: model(tokens[:, :-1], TopK()))(
-            each.model, each.tokens
-        )
+        top_k = jit(lambda model, tokens: model(tokens[:, :-1], TopK()))
+        _, outputs = top_k(each.model, each.tokens)
         route = Threshold(tuple(out.kth_S for out in outputs))
-        compiled = jax.jit(batch_statistics).lower(each.model, each.tokens, route).compile()
+        compiled = jit(batch_statistics).lower(each.model, each.tokens, route).compile()
         routed = compiled(each.model, each.tokens, route).get("routed")
         share = "" if routed is None else f" (routes {float(routed):.3f} of the token-layers)"
         name = each.name + share
@@ -137,13 +136,12 @@ def _evaluation(contenders: list[Contender]) -> list[dict[str, Any]]:
 
 
 def _optimizer(contenders: list[Contender]) -> list[dict[str, Any]]:
-    import jax
-
     from xmod_jax.config import OptimizerConfig
+    from xmod_jax.training.compilation import jit
     from xmod_jax.training.optimizer import make_optimizer
 
     optimizer = make_optimizer(OptimizerConfig(), 100)
-    update = jax.jit(optimizer.update)
+    update = jit(optimizer.update)
     calls = {}
     for each in contenders:
         state = optimizer.init(each.model)

@@ -20,12 +20,13 @@ from absl import flags
 from tqdm import tqdm
 
 from experiments import cli, law_tables
+from xmod_jax import records
 from xmod_jax.errors import UserError
 from xmod_jax.law import fit as fitting
 from xmod_jax.law import observations as obs
 from xmod_jax.law import sweeps, validate
 from xmod_jax.law.stage import Search
-from xmod_jax.law.terms import LawFile, write_atomically
+from xmod_jax.law.terms import LawFile
 
 _WORKDIR = flags.DEFINE_list("workdir", [], "Run or sweep directories, comma-separated.")
 _OBSERVATIONS = flags.DEFINE_string("observations", None, "CSV of observations, instead.")
@@ -193,7 +194,7 @@ def _write(
     # A user's own file of that name is the input and stays as they wrote it.
     own = _OBSERVATIONS.value and table_path.exists() and table_path.samefile(_OBSERVATIONS.value)
     if not own:
-        write_atomically(table_path, obs.to_csv(rows))
+        records.write_atomically(table_path, obs.to_csv(rows).encode())
         written.append(table_path)
     print(f"wrote {' and '.join(map(str, written))}")
 

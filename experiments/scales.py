@@ -244,18 +244,18 @@ PAPER = PaperScale(
     compute=Compute.BFLOAT16,
     data=DataConfig("data/fineweb_edu_gpt2"),
 )
-MINI_DENSE_TOKENS = 327_680
+MINI_DENSE_TOKENS = 196_608
 MINI = MiniScale(
     name="mini",
     active_depth=10,
     prefix=2,
-    tokens_per_step=2048,
+    tokens_per_step=1024,
     micro_batches=1,
     eval_tokens=32_768,
-    evaluations=3,
-    checkpoints=4,
+    evaluations=2,
+    checkpoints=2,
     alignment=1e-1,  # 1e-4 leaves the threshold 0.5 uncalibrated in a few hundred steps
-    peak_lr=3.2e-3,
+    peak_lr=1.28e-2,  # best for dense among 3.2e-3, 1.28e-2 and 2.56e-2 in a few hundred steps
     compute=Compute.FLOAT32,
     data=DataConfig("embedded"),
 )

@@ -63,8 +63,16 @@ def _encode(value: Mapping[str, Any], indent: int | None = None) -> bytes:
     return (json.dumps(value, allow_nan=False, indent=indent) + "\n").encode()
 
 
-def _write_atomically(path: pathlib.Path, content: bytes) -> None:
-    """Replaces `path` so that a reader or a crash sees the old content or the new, never a part."""
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replaces `path` so that a reader or a crash sees the old content or the new, never a part.
+
+    Temporary file, fsync, rename; makes the folder if needed.
+
+    Raises:
+      OSError: the disk; a file that was there stays as it was.
+    """
+    path = pathlib.Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     try:
         with temporary.open("wb") as file:
@@ -87,13 +95,8 @@ def _write_atomically(path: pathlib.Path, content: bytes) -> None:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Writes one JSON object atomically: temporary file, fsync, rename.
-
-    Raises:
-      ValueError: a number that is not finite.
-      OSError: the disk; a file that was there stays as it was.
-    """
-    _write_atomically(pathlib.Path(path), _encode(value, indent=1))
+    """Writes one JSON object by `write_atomically`; ValueError for a number that is not finite."""
+    write_atomically(path, _encode(value, indent=1))
 
 
 def read_json(path: Path) -> Record:
@@ -184,7 +187,7 @@ def truncate_after(path: Path, step: int) -> None:
     path = pathlib.Path(path)
     if path.exists():
         kept = [record for record in read_lines(path) if record["step"] <= step]
-        _write_atomically(path, b"".join(_encode(record) for record in kept))
+        write_atomically(path, b"".join(_encode(record) for record in kept))
 
 
 def prepare(directory: Path, config: RunConfig) -> None:

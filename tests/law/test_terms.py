@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from tests.law.grid import TABLE8, parameters
+from xmod_jax import records
 from xmod_jax.errors import UserError
 from xmod_jax.hierarchy import Hierarchy
 from xmod_jax.law import terms
@@ -115,7 +116,7 @@ def test_failed_write_leaves_the_old_file_whole(tmp_path, monkeypatch):
     def full(_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(terms.os, "fsync", full)
+    monkeypatch.setattr(records.os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
         LawFile.paper().save(path)
     assert path.read_text() == before
@@ -125,8 +126,8 @@ def test_failed_write_leaves_the_old_file_whole(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "word"),
     [
-        ("", "not a law.json"),
-        ("[1, 2]", "expected an object"),
+        ("", "not a JSON object"),
+        ("[1, 2]", "not a JSON object"),
         ('{"e": 1}', "missing u, eta_N"),
         (json.dumps(TABLE8 | {"w": -1}), "w must be"),
         (json.dumps(TABLE8 | {"w": None}), "w is not a number"),
@@ -142,5 +143,5 @@ def test_faulty_law_files_are_refused_in_one_line(tmp_path, text, word):
 
 
 def test_missing_law_file_is_refused(tmp_path):
-    with pytest.raises(UserError, match="cannot read the law"):
+    with pytest.raises(UserError, match="no such file"):
         LawFile.load(tmp_path / "none.json")

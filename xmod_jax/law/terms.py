@@ -15,9 +15,7 @@ A3K16 -0.217, -0.210, -0.203 (-0.270, -0.233, -0.209) at 556M, 936M, 1.65B, and 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import os
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -25,6 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from xmod_jax import records
 from xmod_jax.errors import UserError
 
 Array = NDArray[np.float64]
@@ -194,7 +193,7 @@ class LawFile:
         """Writes the file; a reader sees the old or the new one, never half of it."""
         record = dataclasses.asdict(self)
         record = record.pop("law") | record
-        write_atomically(path, json.dumps(record, indent=1, allow_nan=False) + "\n")
+        records.write_json(path, record)
 
     @classmethod
     def load(cls, path: pathlib.Path) -> LawFile:
@@ -203,14 +202,7 @@ class LawFile:
         Raises:
           UserError: no such file, not JSON, or a coefficient missing or impossible.
         """
-        try:
-            record = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise UserError(f"{path}: cannot read the law: {error.strerror}") from error
-        except ValueError as error:
-            raise UserError(f"{path}: not a law.json: {error}") from error
-        if not isinstance(record, dict):
-            raise UserError(f"{path}: not a law.json: expected an object of coefficients")
+        record = records.read_json(path)
         missing = [name for name in COEFFICIENTS if name not in record]
         if missing:
             raise UserError(f"{path}: not a law.json: missing {', '.join(missing)}")
@@ -229,18 +221,3 @@ class LawFile:
             )
         except (ValueError, TypeError, AttributeError) as error:
             raise UserError(f"{path}: not a law.json: {error}") from error
-
-
-def write_atomically(path: pathlib.Path, text: str) -> None:
-    """Writes `text` beside `path` and renames it into place, making the folder if needed."""
-    path = pathlib.Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

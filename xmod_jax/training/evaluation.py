@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xmod_jax.model import Decoder, Route, Threshold, Thresholds, TopK
+from xmod_jax.training.compilation import jit
 from xmod_jax.training.loss import cross_entropy
 
 Evaluator = Callable[[Decoder, Thresholds, Iterable[np.ndarray]], dict[str, float | None]]
@@ -48,7 +49,7 @@ def make_evaluator() -> Evaluator:
     It takes a model, its calibrated thresholds and held-out batches (int32 [B, L + 1]; weighed by
     rows) and gives the fields of an evaluation record; None where a statistic is undefined.
     """
-    compiled = jax.jit(batch_statistics)
+    compiled = jit(batch_statistics)
 
     def evaluate(
         model: Decoder, thresholds: Thresholds, batches: Iterable[np.ndarray]

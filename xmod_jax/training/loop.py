@@ -18,6 +18,7 @@ from xmod_jax.config import RunConfig
 from xmod_jax.data import pipeline, sources
 from xmod_jax.errors import UserError
 from xmod_jax.training.checkpoint import Checkpoints
+from xmod_jax.training.compilation import jit
 from xmod_jax.training.evaluation import make_evaluator
 from xmod_jax.training.step import Metrics, TrainState, initial_state, make_step
 
@@ -98,7 +99,7 @@ class _Run:
         self.hardware_flops = accounting.train_hardware_flops_per_token(config.model, length)
         # On CPU a donated buffer could be one that a background save still reads.
         donated = () if jax.default_backend() == "cpu" else (0,)
-        self.step = jax.jit(make_step(config), donate_argnums=donated)
+        self.step = jit(make_step(config), donate_argnums=donated)
         self.evaluate = make_evaluator()
         self.tokens_per_s = 0.0
         self.clock: float | None = None  # of the last recorded step; None after other work

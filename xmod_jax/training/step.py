@@ -16,6 +16,7 @@ from flax import nnx
 
 from xmod_jax.config import RunConfig
 from xmod_jax.model import Decoder, Thresholds, TopK
+from xmod_jax.training.compilation import jit
 from xmod_jax.training.loss import cross_entropy
 from xmod_jax.training.optimizer import learning_rate, make_optimizer
 
@@ -105,7 +106,7 @@ def initial_state(config: RunConfig) -> TrainState:
         optimizer = make_optimizer(config.train.optimizer, config.train.steps).init(model)
         return TrainState(model, optimizer, model.thresholds(), jnp.zeros((), jnp.int32))
 
-    return jax.jit(make)(jax.random.key(config.train.seed))
+    return jit(make)(jax.random.key(config.train.seed))
 
 
 def make_step(config: RunConfig) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
