@@ -1,11 +1,22 @@
-"""Settings of the test process, before JAX starts."""
+"""Settings of the test process and its children, before JAX starts.
+
+Tests compile hundreds of tiny programs and run each a few times: compilation is the whole cost, so
+it is not optimised, and equal programs of different tests and child processes compile once.
+"""
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 
-# Tests compile hundreds of tiny programs and run each once: optimising them is the whole cost.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 )
+_CACHE = tempfile.mkdtemp(prefix="xmod_jax_tests_")
+atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
+os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import pytest
 from flax import nnx
 
 from xmod_jax import accounting
-from xmod_jax.config import Backbone, ModelConfig, Routing, Update
+from xmod_jax.config import Backbone, Compute, ModelConfig, Routing, Update
 from xmod_jax.hierarchy import Hierarchy, StageGroup
 from xmod_jax.model import Decoder, Threshold, TopK
 from xmod_jax.nn.layers import DecoderBlock, rotary_phases, sparse_update
@@ -19,7 +20,7 @@ from xmod_jax.nn.layers import DecoderBlock, rotary_phases, sparse_update
 TINY = Backbone(16, 8, 4, 2, 24, vocab_size=29)
 ARCHITECTURES = {
     "dense": (Hierarchy.dense(3), Routing()),
-    "mod": (Hierarchy.mod(4, sparsity=4), Routing.mod()),
+    "mod": (Hierarchy.mod(6, sparsity=4), Routing.mod()),
     "xmod": (Hierarchy.from_name("A2K4", active_depth=6, prefix=1), Routing()),
     "xmod with a short first stage": (
         Hierarchy.from_name("A2K2", active_depth=6, prefix=1),
@@ -28,14 +29,18 @@ ARCHITECTURES = {
 }
 
 
-def make(name: str, seed: int = 0) -> Decoder:
+@functools.cache
+def make(name: str) -> Decoder:
     hierarchy, routing = ARCHITECTURES[name]
     # Wide routers: the logits then spread over both sides of every threshold.
-    routing = dataclasses.replace(routing, router_init_std=2.0)
+    routing = dataclasses.replace(routing, router_init_std=0.5)
     config = ModelConfig(TINY, hierarchy, routing)
-    model = jax.jit(lambda key: Decoder(config, rngs=nnx.Rngs(key)))(jax.random.key(seed))
-    # Larger matrices than at the start of training, so that layers really change the stream.
-    return jax.tree.map(lambda leaf: leaf * 6 if leaf.ndim > 1 else leaf, model)
+    model = jax.jit(lambda key: Decoder(config, rngs=nnx.Rngs(key)))(jax.random.key(0))
+    # Larger matrices than at the start of training, so that layers really change the stream; and a
+    # stream of unit size, so that they do not amplify rounding.
+    model = jax.tree.map(lambda leaf: leaf * 4 if leaf.ndim > 1 else leaf, model)
+    model.embedding[...] *= 12
+    return model
 
 
 def tokens(B: int, L: int, seed: int = 0) -> jax.Array:
@@ -187,7 +192,7 @@ def test_padding_at_the_end_changes_no_real_token(name):
         assert np.array_equal(masked_out.updates, out.updates)
 
 
-@pytest.mark.parametrize("name", list(ARCHITECTURES))
+@pytest.mark.parametrize("name", ["dense", "mod", "xmod"])
 @pytest.mark.parametrize("L", [1, 3])
 def test_contexts_shorter_than_k_are_defined(name, L):
     model, ids = make(name), tokens(2, L)
@@ -210,7 +215,7 @@ def test_bfloat16_computes_in_bfloat16_with_float32_parameters_near_float32():
     hierarchy, routing = ARCHITECTURES["xmod"]
     model = make("xmod")
     model_bf16 = Decoder(
-        ModelConfig(TINY, hierarchy, routing, compute="bfloat16"), rngs=nnx.Rngs(0)
+        ModelConfig(TINY, hierarchy, routing, Compute.BFLOAT16), rngs=nnx.Rngs(0)
     )
     states, _ = model_bf16(tokens(2, 8), TopK())
     assert states.dtype == jnp.bfloat16
