@@ -16,6 +16,7 @@ share of it that was reached.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import platform
 import statistics
@@ -104,10 +105,10 @@ def _gradient() -> Any:
 
 
 def _training(contenders: list[Contender]) -> list[dict[str, Any]]:
-    calls = {}
+    calls: dict[str, Callable[[], Any]] = {}
     for each in contenders:
         compiled = _gradient().lower(each.model, each.tokens).compile()
-        calls[each.name] = lambda f=compiled, e=each: f(e.model, e.tokens)
+        calls[each.name] = functools.partial(compiled, each.model, each.tokens)
     per_token = accounting.train_hardware_flops_per_token
     return _compare(
         calls, {e.name: _tokens() * per_token(e.config, _CONTEXT.value) for e in contenders}
@@ -120,7 +121,8 @@ def _evaluation(contenders: list[Contender]) -> list[dict[str, Any]]:
     from xmod_jax.training.compilation import jit
     from xmod_jax.training.evaluation import batch_statistics
 
-    calls, flops = {}, {}
+    calls: dict[str, Callable[[], Any]] = {}
+    flops = {}
     for each in contenders:
         top_k = jit(lambda model, tokens: model(tokens[:, :-1], TopK()))
         _, outputs = top_k(each.model, each.tokens)
@@ -129,7 +131,7 @@ def _evaluation(contenders: list[Contender]) -> list[dict[str, Any]]:
         routed = compiled(each.model, each.tokens, route).get("routed")
         share = "" if routed is None else f" (routes {float(routed):.3f} of the token-layers)"
         name = each.name + share
-        calls[name] = lambda f=compiled, e=each, r=route: f(e.model, e.tokens, r)
+        calls[name] = functools.partial(compiled, each.model, each.tokens, route)
         per_token = accounting.forward_hardware_flops_per_token(each.config, _CONTEXT.value)
         flops[name] = _tokens() * per_token
     return _compare(calls, flops)
@@ -142,10 +144,10 @@ def _optimizer(contenders: list[Contender]) -> list[dict[str, Any]]:
 
     optimizer = make_optimizer(OptimizerConfig(), 100)
     update = jit(optimizer.update)
-    calls = {}
+    calls: dict[str, Callable[[], Any]] = {}
     for each in contenders:
         state = optimizer.init(each.model)
-        calls[each.name] = lambda e=each, s=state: update(e.model, s, e.model)
+        calls[each.name] = functools.partial(update, each.model, state, each.model)
     return _compare(calls, None)
 
 

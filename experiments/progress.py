@@ -19,10 +19,15 @@ _FORMAT = "{desc} {percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt} tokens{postfi
 class Progress(Protocol):
     """What training reports after a step; the fields that a bar shows."""
 
-    tokens: int
-    loss: float
-    tokens_per_s: float
-    eta_s: float
+    # Read-only, so that a frozen class fits.
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def loss(self) -> float: ...
+    @property
+    def tokens_per_s(self) -> float: ...
+    @property
+    def eta_s(self) -> float: ...
 
 
 class Display:

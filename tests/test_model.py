@@ -214,9 +214,7 @@ def test_the_parameter_tree_has_the_size_that_accounting_says(name):
 def test_bfloat16_computes_in_bfloat16_with_float32_parameters_near_float32():
     hierarchy, routing = ARCHITECTURES["xmod"]
     model = make("xmod")
-    model_bf16 = Decoder(
-        ModelConfig(TINY, hierarchy, routing, Compute.BFLOAT16), rngs=nnx.Rngs(0)
-    )
+    model_bf16 = Decoder(ModelConfig(TINY, hierarchy, routing, Compute.BFLOAT16), rngs=nnx.Rngs(0))
     states, _ = model_bf16(tokens(2, 8), TopK())
     assert states.dtype == jnp.bfloat16
     assert model.embedding[...].dtype == jnp.float32

@@ -29,8 +29,8 @@ from xmod_jax.nn.layers import (
     rotary_phases,
     sparse_update,
 )
-from xmod_jax.nn.routed_stage import Anchor, StageOutput, routed_stages
-from xmod_jax.nn.threshold_stage import PAPER_THRESHOLD, ThresholdOutput, threshold_stages
+from xmod_jax.nn.routed_stage import Anchor, routed_stages
+from xmod_jax.nn.threshold_stage import PAPER_THRESHOLD, threshold_stages
 
 _ANCHOR = Anchor(dense_forward, dense_backward)
 Thresholds = tuple[jax.Array, ...]  # per stage group [count, S], of biased logits
@@ -126,19 +126,21 @@ class Decoder(nnx.Module):
         thresholds: jax.Array | None,
         valid_BL: jax.Array | None,
     ) -> tuple[jax.Array, Any]:
-        options = {
+        options: dict[str, Any] = {
             "sparsity": self.config.hierarchy.sparsity,
             "bias_scale": self.config.routing.bias_scale,
             "valid_BL": valid_BL,
             "anchor": _ANCHOR if stages.anchor is not None else None,
             "anchor_params": stages.anchor,
         }
-        arguments = (sparse_update, stages.sparse, stages.sparse.router[...], x_BLD, phases)
-        output: StageOutput | ThresholdOutput
+        stack, router_NSD = stages.sparse, stages.sparse.router[...]
+        output: Any
         if thresholds is None:
-            output = routed_stages(*arguments, **options)
+            output = routed_stages(sparse_update, stack, router_NSD, x_BLD, phases, **options)
         else:
-            output = threshold_stages(*arguments, thresholds, **options)
+            output = threshold_stages(
+                sparse_update, stack, router_NSD, x_BLD, phases, thresholds, **options
+            )
         return output.x_BLD, output._replace(x_BLD=None)
 
 

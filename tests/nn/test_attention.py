@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,7 +33,7 @@ def inputs(B, L, H, G, E, dtype):
 def test_values_and_gradients_equal_the_square_in_float64(L, block, G):
     with jax.enable_x64(True):
         q, k, v, bar = inputs(2, L, 4, G, 6, jnp.float64)
-        blocked, pull = jax.vjp(lambda *a: blockwise_attention(*a, block)[0], q, k, v)
+        blocked, pull = jax.vjp(lambda q, k, v: blockwise_attention(q, k, v, block)[0], q, k, v)
         square, pull_square = jax.vjp(square_attention, q, k, v)
         np.testing.assert_allclose(blocked, square, atol=1e-13)
         for got, want in zip(pull(bar), pull_square(bar), strict=True):
@@ -41,8 +43,8 @@ def test_values_and_gradients_equal_the_square_in_float64(L, block, G):
 def test_saved_output_gives_the_same_values_and_gradients():
     q, k, v, bar = inputs(2, 9, 4, 2, 6, jnp.float32)
     out, saved = blockwise_attention(q, k, v, 4)
-    _, pull = jax.vjp(lambda *a: blockwise_attention(*a, 4)[0], q, k, v)
-    again, pull_again = jax.vjp(lambda *a: blockwise_attention(*a, 4, saved)[0], q, k, v)
+    _, pull = jax.vjp(lambda q, k, v: blockwise_attention(q, k, v, 4)[0], q, k, v)
+    again, pull_again = jax.vjp(lambda q, k, v: blockwise_attention(q, k, v, 4, saved)[0], q, k, v)
     assert np.array_equal(out, again)
     for got, want in zip(pull_again(bar), pull(bar), strict=True):
         assert np.array_equal(got, want)
@@ -50,7 +52,7 @@ def test_saved_output_gives_the_same_values_and_gradients():
 
 def test_scores_of_any_size_stay_finite():
     q, k, v, bar = inputs(1, 9, 2, 1, 4, jnp.float32)
-    out, pull = jax.vjp(lambda *a: blockwise_attention(*a, 4)[0], q * 1e4, k * 1e4, v)
+    out, pull = jax.vjp(lambda q, k, v: blockwise_attention(q, k, v, 4)[0], q * 1e4, k * 1e4, v)
     assert bool(jnp.all(jnp.isfinite(out)))
     assert all(bool(jnp.all(jnp.isfinite(bar))) for bar in pull(bar))
 
@@ -62,5 +64,6 @@ def test_no_buffer_of_the_square_is_compiled():
     def loss(q, k, v):
         return jnp.sum(blockwise_attention(q, k, v, 256)[0])
 
-    compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(q, k, v).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < L * L * 4 / 2
+    gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+    analysis: Any = gradient.lower(q, k, v).compile().memory_analysis()
+    assert analysis.temp_size_in_bytes < L * L * 4 / 2

@@ -52,10 +52,9 @@ def worst(got, want):
     [(1, 16, 4, 4), (3, 13, 5, 4), (2, 3, 6, 8), (2, 1, 3, 4), (4, 9, 1, 2), (2, 8, 3, 1)],
     ids=["plain", "K does not divide L", "L < K", "one token", "one layer", "K = 1"],
 )
-@pytest.mark.parametrize("tau", [0.0, 1.0])
-def test_lean_stage_equals_plain_autodiff_in_float64(B, L, S, K, tau):
+def test_lean_stage_equals_plain_autodiff_in_float64(B, L, S, K):
     with jax.enable_x64(True):
-        lean, plain = both_ways(make_problem(L + S, B, L, 8, S), K, tau, seed=7)
+        lean, plain = both_ways(make_problem(L + S, B, L, 8, S), K, tau=0.7, seed=7)
         assert worst(lean, plain) < 1e-12
 
 
@@ -65,7 +64,7 @@ def test_lean_stage_equals_plain_autodiff_in_float32(B, L, S, K):
     assert worst(lean, plain) < 1e-5
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     B=st.integers(1, 3),
     L=st.integers(1, 20),

@@ -46,7 +46,7 @@ def curve(directory, name=records.TRAIN):
 def finished(tmp_path_factory):
     """An uninterrupted run."""
     directory = tmp_path_factory.mktemp("run") / "whole"
-    seen = []
+    seen: list[loop.Progress] = []
     final = loop.train(small.run(), directory, seen.append)
     return directory, final, seen
 
@@ -79,7 +79,7 @@ def test_a_dense_run_has_one_loss_and_no_routing(tmp_path):
     assert final["routed_calibrated"] is None and final["jaccard"] is None
 
 
-@pytest.mark.parametrize("kills", [(5,), (3, 8)], ids=["once", "twice"])
+@pytest.mark.parametrize("kills", [(3, 8)], ids=["twice"])
 def test_a_killed_run_resumes_on_the_uninterrupted_curve(kills, finished, tmp_path):
     directory = tmp_path / "killed"
     for step in kills:
@@ -96,7 +96,7 @@ def test_a_killed_run_resumes_on_the_uninterrupted_curve(kills, finished, tmp_pa
 
 def test_starting_a_finished_run_again_takes_no_step(finished):
     directory, final, _ = finished
-    seen = []
+    seen: list[loop.Progress] = []
     assert loop.train(small.run(), directory, seen.append) == final
     assert seen == []
 

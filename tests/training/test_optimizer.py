@@ -27,6 +27,15 @@ def named(tree):
     return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
 
 
+def well_conditioned(leaf):
+    """A random gradient; matrices with singular values 0.5 to 1, which Newton-Schulz evens out."""
+    random = np.random.default_rng(leaf.size).standard_normal(leaf.shape)
+    if leaf.ndim > 1:
+        u, s, vt = np.linalg.svd(random, full_matrices=False)
+        random = (u * np.linspace(0.5, 1, s.shape[-1])) @ vt
+    return jnp.asarray(random, jnp.float32)
+
+
 def model():
     return Decoder(small.run().model, rngs=nnx.Rngs(0))
 
@@ -43,9 +52,7 @@ def test_every_layers_muon_update_is_orthogonal_with_rms_0_2_times_the_rate():
     config = OptimizerConfig(peak_lr=1e-2, weight_decay=0.0, warmup=0.0)
     tree = model()
     optimizer = make_optimizer(config, 10)
-    gradient = jax.tree.map(
-        lambda leaf: jax.random.normal(jax.random.key(leaf.size), leaf.shape), tree
-    )
+    gradient = jax.tree.map(well_conditioned, tree)
     updates, _ = jax.jit(optimizer.update)(gradient, optimizer.init(tree), tree)
     label = named(labels(tree, "muon"))
     checked = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,7 +26,7 @@ def test_accumulated_gradient_equals_that_of_the_whole_batch():
 
 def test_steps_compile_once_move_every_leaf_and_average_the_thresholds():
     config = small.run()
-    step = jax.jit(make_step(config))
+    step: Any = jax.jit(make_step(config))
     start = state = initial_state(config)
     observed = []
     for seed in range(3):

@@ -178,9 +178,12 @@ def _dense_layer_forward(block, x_BLD, phases):
     return y_BLD, (block, x_BLD, phases, saved)
 
 
-dense_layer.defvjp(
-    _dense_layer_forward, lambda residuals, bar_BLD: (*dense_backward(*residuals, bar_BLD), None)
-)
+def _dense_layer_backward(residuals, bar_BLD):
+    block, x_BLD, phases, saved = residuals
+    return *dense_backward(block, x_BLD, phases, saved, bar_BLD), None
+
+
+dense_layer.defvjp(_dense_layer_forward, _dense_layer_backward)
 
 
 class SparseLayer(nnx.Module):

@@ -104,9 +104,9 @@ def routed_stage(
     Returns:
       `StageOutput`; its stream and alignment loss carry gradients to params, routers and x.
     """
-    stacks = jax.tree.map(lambda leaf: leaf[None], (params, router_SD))
-    options = {"sparsity": sparsity, "bias_scale": bias_scale, "valid_BL": valid_BL}
-    out = routed_stages(update, *stacks, x_BLD, positions, **options)
+    params, router_NSD = jax.tree.map(lambda leaf: leaf[None], (params, router_SD))
+    options: dict[str, Any] = {"sparsity": sparsity, "bias_scale": bias_scale, "valid_BL": valid_BL}
+    out = routed_stages(update, params, router_NSD, x_BLD, positions, **options)
     return StageOutput(out.x_BLD, *(field[0] for field in out[1:]))
 
 
@@ -140,7 +140,7 @@ def routed_stages(
 
 class _Static(NamedTuple):
     update: RowUpdate
-    count: int
+    capacity: int
     tau: float
     anchor: Anchor | None
 
@@ -163,11 +163,11 @@ def at(tree: Any, *index: jax.Array) -> Any:
     return tree
 
 
-def _write(tree: Any, new: Any, *index: jax.Array) -> Any:
+def _write(tree: Any, new: Any, *index: Any) -> Any:
     """The tree with leaf[index] = new; in place where the compiler may."""
 
     def one(leaf: jax.Array, new: jax.Array) -> jax.Array:
-        start = (*index, *([0] * new.ndim))
+        start: list[Any] = [*index, *([0] * new.ndim)]
         return lax.dynamic_update_slice(leaf, new[(None,) * len(index)].astype(leaf.dtype), start)
 
     return jax.tree.map(one, tree, new)
@@ -201,7 +201,7 @@ def _sparse_forward(static, params, n, router_SD, x_BLD, positions, valid_BL):
     def layer(carry, s):
         x_BLD, logits_BLS, chosen_BL = carry
         z_BL = lax.dynamic_index_in_dim(logits_BLS, s, 2, keepdims=False) - static.tau * chosen_BL
-        pick = routing.select_top_k(_compete(z_BL, valid_BL), static.count)
+        pick = routing.select_top_k(_compete(z_BL, valid_BL), static.capacity)
         idx_BC, mask_BL = pick.idx_BC, _and(pick.mask_BL, valid_BL)
         rows_BCD, z_BC, positions_BC, valid_BC = _take((x_BLD, z_BL, positions, valid_BL), idx_BC)
         layer_params = at(params, n, s)

@@ -79,7 +79,7 @@ def bucket_sizes(context_length: int, sparsity: int) -> tuple[int, ...]:
     while size < context_length:
         sizes.add(size)
         size *= 2
-    return tuple(sorted(min(size, context_length) for size in sizes))
+    return tuple(sorted({min(size, context_length) for size in sizes}))
 
 
 def alignment_loss(z_BL: jax.Array, mask_BL: jax.Array, valid_BL: jax.Array | None) -> jax.Array:

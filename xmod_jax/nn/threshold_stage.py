@@ -59,9 +59,10 @@ def threshold_stage(
     The other arguments are those of `xmod_jax.routed_stage`. For forward passes; call it outside
     `jax.vmap`, since a vmapped switch runs every bucket.
     """
-    stacks = jax.tree.map(lambda leaf: leaf[None], (params, router_SD))
-    options = {"sparsity": sparsity, "bias_scale": bias_scale, "valid_BL": valid_BL}
-    out = threshold_stages(update, *stacks, x_BLD, positions, threshold_S[None], **options)
+    params, router_NSD = jax.tree.map(lambda leaf: leaf[None], (params, router_SD))
+    options: dict[str, Any] = {"sparsity": sparsity, "bias_scale": bias_scale, "valid_BL": valid_BL}
+    threshold_NS = threshold_S[None]
+    out = threshold_stages(update, params, router_NSD, x_BLD, positions, threshold_NS, **options)
     return ThresholdOutput(out.x_BLD, *(field[0] for field in out[1:]))
 
 
@@ -116,7 +117,7 @@ def _run_layer(
 def _run_stage(run, router_SD, x_BLD, threshold_S, bias_scale, real_BL) -> ThresholdOutput:
     """The sparse layers of one stage, with the statistics of their selections."""
     B, L, _ = x_BLD.shape
-    S = len(router_SD)
+    S, wide = len(router_SD), router_SD.dtype
 
     def layer(carry, item):
         x_BLD, logits_BLS, chosen_BL, last_BL, overlap_B, pairs_B = carry
@@ -127,12 +128,11 @@ def _run_stage(run, router_SD, x_BLD, threshold_S, bias_scale, real_BL) -> Thres
         union_B = jnp.sum(mask_BL | last_BL, axis=-1)
         pair_B = (union_B > 0) & (s > 0)
         both_B = jnp.sum(mask_BL & last_BL, axis=-1) / jnp.maximum(union_B, 1)
-        overlap_B += jnp.where(pair_B, both_B, 0)
+        overlap_B += jnp.where(pair_B, both_B, 0).astype(wide)
         carry = (x_BLD, logits_BLS, chosen_BL + mask_BL, mask_BL, overlap_B, pairs_B + pair_B)
         return carry, jnp.sum(mask_BL) / jnp.sum(real_BL)
 
-    wide = router_SD.dtype
-    zeros_BL, zeros_B = jnp.zeros((B, L), wide), jnp.zeros(B, jnp.float32)
+    zeros_BL, zeros_B = jnp.zeros((B, L), wide), jnp.zeros(B, wide)
     start = (x_BLD, read_logits(x_BLD, router_SD), zeros_BL, zeros_BL > 0, zeros_B, zeros_B)
     items = (jnp.arange(S), threshold_S)
     (x_BLD, _, chosen_BL, _, overlap_B, pairs_B), routed_S = lax.scan(layer, start, items)
