@@ -37,28 +37,14 @@ def k_sweep_2k(scale: str) -> Experiment:
     return k_sweep("k_sweep_2k", scale, 2048, (2, 3, *K_GRID[1:]), MINI_K)
 
 
-@register("k_sweep_4k")
-def k_sweep_4k(scale: str) -> Experiment:
-    """L = 4096."""
-    return k_sweep("k_sweep_4k", scale, 4096, K_GRID, MINI_K)
+def _in_range(thousands: int) -> None:
+    """Registers the sweep at a length that has the common grid."""
+    name = f"k_sweep_{thousands}k"
+    register(name)(lambda scale: k_sweep(name, scale, thousands * 1024, K_GRID, MINI_K))
 
 
-@register("k_sweep_8k")
-def k_sweep_8k(scale: str) -> Experiment:
-    """L = 8192."""
-    return k_sweep("k_sweep_8k", scale, 8192, K_GRID, MINI_K)
-
-
-@register("k_sweep_16k")
-def k_sweep_16k(scale: str) -> Experiment:
-    """L = 16384."""
-    return k_sweep("k_sweep_16k", scale, 16384, K_GRID, MINI_K)
-
-
-@register("k_sweep_32k")
-def k_sweep_32k(scale: str) -> Experiment:
-    """L = 32768."""
-    return k_sweep("k_sweep_32k", scale, 32768, K_GRID, MINI_K)
+for _thousands in (4, 8, 16, 32):
+    _in_range(_thousands)
 
 
 @register("k_sweep_64k")

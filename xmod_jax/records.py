@@ -1,4 +1,4 @@
-"""What a run writes and how it is read back: the run directory (DESIGN: the law reads only this).
+"""What a run writes and how it is read back: the run directory (the law reads only this).
 
 A run directory holds
 

@@ -156,7 +156,7 @@ COEFFICIENTS = tuple(field.name for field in dataclasses.fields(Law))
 
 @dataclasses.dataclass(frozen=True)
 class LawFile:
-    """What law.json holds beside the coefficients (DESIGN: formats other programs may rely on).
+    """What law.json holds beside the coefficients (a format that other programs may rely on).
 
     Attributes:
       law: the coefficients.
