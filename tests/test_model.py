@@ -11,30 +11,44 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.masked_reference import masked_logits
 from xmod_jax import accounting
-from xmod_jax.config import Backbone, Compute, ModelConfig, Routing, Update
+from xmod_jax.config import Backbone, Compute, ModelConfig, MoE, Routing, Sparse, Update
 from xmod_jax.hierarchy import Hierarchy, StageGroup
 from xmod_jax.model import Decoder, Threshold, TopK
 from xmod_jax.nn.layers import DecoderBlock, rotary_phases, sparse_update
 
 TINY = Backbone(16, 8, 4, 2, 24, vocab_size=29)
 ARCHITECTURES = {
-    "dense": (Hierarchy.dense(3), Routing()),
-    "mod": (Hierarchy.mod(6, sparsity=4), Routing.mod()),
-    "xmod": (Hierarchy.from_name("A2K4", active_depth=6, prefix=1), Routing()),
-    "xmod with a short first stage": (
-        Hierarchy.from_name("A2K2", active_depth=6, prefix=1),
-        Routing(bias_scale=0.3),
+    "dense": ModelConfig(TINY, Hierarchy.dense(3)),
+    "mod": ModelConfig(TINY, Hierarchy.mod(6, sparsity=4), Routing.mod()),
+    "xmod": ModelConfig(TINY, Hierarchy.from_name("A2K4", active_depth=6, prefix=1)),
+    "xmod with a short first stage": ModelConfig(
+        TINY, Hierarchy.from_name("A2K2", active_depth=6, prefix=1), Routing(bias_scale=0.3)
+    ),
+    "xmod without anchors": ModelConfig(
+        TINY, Hierarchy.from_name("A1K3", active_depth=5, prefix=1).without_anchors()
+    ),
+    "moe": ModelConfig(TINY, Hierarchy.dense(2), moe=MoE(6, 2, 1, 5)),
+    "routed ffn": ModelConfig(
+        TINY,
+        Hierarchy.from_name("A2K2", active_depth=6, prefix=1).routed_ffn(),
+        Routing(sparse=Sparse.FFN),
+    ),
+    "selected q, full kv": ModelConfig(
+        TINY,
+        Hierarchy.from_name("A1K4", active_depth=5, prefix=1),
+        Routing(sparse=Sparse.FULL_KV),
     ),
 }
 
 
 @functools.cache
 def make(name: str) -> Decoder:
-    hierarchy, routing = ARCHITECTURES[name]
+    config = ARCHITECTURES[name]
     # Wide routers: the logits then spread over both sides of every threshold.
-    routing = dataclasses.replace(routing, router_init_std=0.5)
-    config = ModelConfig(TINY, hierarchy, routing)
+    routing = dataclasses.replace(config.routing, router_init_std=0.5)
+    config = dataclasses.replace(config, routing=routing)
     model = jax.jit(lambda key: Decoder(config, rngs=nnx.Rngs(key)))(jax.random.key(0))
     # Larger matrices than at the start of training, so that layers really change the stream; and a
     # stream of unit size, so that they do not amplify rounding.
@@ -147,17 +161,32 @@ def test_a_stage_of_k_1_and_score_1_equals_dense_layers():
     np.testing.assert_allclose(threshold, want, rtol=1e-6, atol=1e-6)
 
 
+@functools.cache
+def reference(name: str, value: float):
+    """Logits and decisions of the masked reference on the tokens that most tests use."""
+    return jax.jit(masked_logits)(make(name), tokens(3, 21), value)
+
+
 @pytest.mark.parametrize("name", list(ARCHITECTURES))
 def test_the_future_never_changes_the_past_under_thresholds(name):
+    """To the bit where shapes are fixed; to rounding in the model, whose buckets may change."""
     model, ids = make(name), tokens(3, 21)
+    masked = jax.jit(masked_logits)
     for value in (0.0, 1.5):
         route = Threshold(model.thresholds(value))
         before, _ = run(model, ids, route)
+        want, decisions = reference(name, value)
+        np.testing.assert_allclose(before, want, atol=5e-4)  # a wrong decision changes more
         for t in (0, 7, 19):
             changed = ids.at[:, t + 1 :].set((ids[:, t + 1 :] + 1 + t) % TINY.vocab_size)
             after, _ = run(model, changed, route)
             np.testing.assert_allclose(after[:, : t + 1], before[:, : t + 1], rtol=2e-4, atol=2e-5)
             assert not np.allclose(after[:, t + 1 :], before[:, t + 1 :], atol=1e-3)
+            later, later_decisions = masked(model, changed, value)
+            assert np.array_equal(later[:, : t + 1], want[:, : t + 1])
+            if len(decisions):
+                assert np.array_equal(later_decisions[..., : t + 1], decisions[..., : t + 1])
+    assert not len(decisions) or 0 < decisions.mean() < 1
 
 
 def test_top_k_lets_the_future_change_the_past():
@@ -168,31 +197,37 @@ def test_top_k_lets_the_future_change_the_past():
     assert not np.allclose(after[:, :11], before[:, :11], atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["mod", "xmod"])
+@pytest.mark.parametrize("name", ["mod", "xmod", "moe", "routed ffn", "selected q, full kv"])
 def test_a_sequence_evaluates_alike_in_any_batch(name):
-    model, ids = make(name), tokens(4, 18, seed=3)
+    model, ids = make(name), tokens(3, 21)
     route = Threshold(model.thresholds())
     together, _ = run(model, ids, route)
-    for b in range(4):
+    for b in range(3):
         alone, _ = run(model, ids[b : b + 1], route)
-        np.testing.assert_allclose(alone[0], together[b], rtol=2e-4, atol=2e-5)
+        np.testing.assert_allclose(alone[0], together[b], rtol=2e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["dense", "mod", "xmod"])
-def test_padding_at_the_end_changes_no_real_token(name):
-    model, ids = make(name), tokens(2, 17, seed=5)
-    padded = jnp.pad(ids, ((0, 0), (0, 6)))
-    valid_BL = jnp.broadcast_to(jnp.arange(23) < 17, (2, 23))
+@pytest.mark.parametrize("name", ["dense", "xmod", "moe", "routed ffn", "selected q, full kv"])
+def test_padding_at_the_end_changes_no_real_token_and_enters_no_statistic(name):
+    model, ids = make(name), tokens(3, 21)
+    valid_BL = jnp.broadcast_to(jnp.arange(21) < 15, (3, 21))
     route = Threshold(model.thresholds())
-    plain, outputs = run(model, ids, route)
-    masked, masked_outputs = run(model, padded, route, valid_BL)
-    np.testing.assert_allclose(masked[:, :17], plain, rtol=2e-4, atol=2e-5)
-    for out, masked_out in zip(outputs, masked_outputs, strict=True):
-        np.testing.assert_allclose(masked_out.routed_S, out.routed_S, rtol=1e-5)
-        assert np.array_equal(masked_out.updates, out.updates)
+    plain, _ = run(model, ids, route)
+    padded, outputs = run(model, ids.at[:, 15:].set(0), route, valid_BL)
+    np.testing.assert_allclose(padded[:, :15], plain[:, :15], rtol=2e-4, atol=2e-5)
+    if name == "moe":
+        np.testing.assert_allclose(jnp.sum(outputs[0].load_X, axis=-1), 1.0, rtol=1e-5)
+    elif outputs:
+        _, decisions = reference(name, 0.0)
+        routed = jnp.concatenate([out.routed_S.ravel() for out in outputs])
+        np.testing.assert_allclose(routed, decisions[..., :15].mean((1, 2)), rtol=1e-5)
+        updates = sum(
+            int(jnp.sum(out.updates * jnp.arange(out.updates.shape[-1]))) for out in outputs
+        )
+        assert updates == decisions[..., :15].sum()
 
 
-@pytest.mark.parametrize("name", ["dense", "mod", "xmod"])
+@pytest.mark.parametrize("name", ["dense", "xmod", "moe", "selected q, full kv"])
 @pytest.mark.parametrize("L", [1, 3])
 def test_contexts_shorter_than_k_are_defined(name, L):
     model, ids = make(name), tokens(2, L)
@@ -204,17 +239,17 @@ def test_contexts_shorter_than_k_are_defined(name, L):
 
 @pytest.mark.parametrize("name", list(ARCHITECTURES))
 def test_the_parameter_tree_has_the_size_that_accounting_says(name):
-    hierarchy, routing = ARCHITECTURES[name]
-    config = ModelConfig(TINY, hierarchy, routing)
+    config = ARCHITECTURES[name]
     tree = jax.eval_shape(lambda key: Decoder(config, rngs=nnx.Rngs(key)), jax.random.key(0))
-    assert sum(leaf.size for leaf in jax.tree.leaves(tree)) == accounting.exact_parameters(config)
+    trained = jax.tree.leaves(nnx.state(tree, nnx.Param))
+    assert sum(leaf.size for leaf in trained) == accounting.exact_parameters(config)
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(tree))
 
 
 def test_bfloat16_computes_in_bfloat16_with_float32_parameters_near_float32():
-    hierarchy, routing = ARCHITECTURES["xmod"]
     model = make("xmod")
-    model_bf16 = Decoder(ModelConfig(TINY, hierarchy, routing, Compute.BFLOAT16), rngs=nnx.Rngs(0))
+    config = dataclasses.replace(ARCHITECTURES["xmod"], compute=Compute.BFLOAT16)
+    model_bf16 = Decoder(config, rngs=nnx.Rngs(0))
     states, _ = model_bf16(tokens(2, 8), TopK())
     assert states.dtype == jnp.bfloat16
     assert model.embedding[...].dtype == jnp.float32

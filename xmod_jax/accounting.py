@@ -20,7 +20,7 @@ import dataclasses
 import math
 from fractions import Fraction
 
-from xmod_jax.config import Backbone, ModelConfig, Update
+from xmod_jax.config import Backbone, ModelConfig, MoE, Sparse, Update
 
 ATTENTION_BLOCK = 256  # edge of an attention block in tokens
 
@@ -30,57 +30,110 @@ class LayerKind:
     """`count` equal layers of a model and what a token costs in one of them.
 
     Attributes:
-      name: ``"dense"`` or ``"sparse"``.
+      name: ``"dense"``, ``"moe"``, ``"sparse"`` or ``"attention"``.
       count: number of such layers in the model.
       matrices: parameters in the matrices of one layer.
       vectors: parameters of one layer outside matrices: norms, router vector, gate scale.
       matmul_share: share of `matrices` that a token of the sequence passes on average.
-      attention_share: attention work relative to all L queries over all L keys.
+      attention_share: attention work relative to all L queries over all L keys; 0 without
+        attention.
+      full_rows: matrix parameters, at most ``matrices * matmul_share``, that every token passes in
+        a layer whose other rows are routed (keys and values of Selected-Q/full-KV).
       sparsity: K; the layer executes ``ceil(L / K)`` rows of a sequence.
+      unpriced: matrix parameters that every token passes and paper FLOPs leave out: MoE routers.
     """
 
     name: str
     count: int
     matrices: int
     vectors: int
-    matmul_share: Fraction
-    attention_share: Fraction
-    sparsity: int
+    matmul_share: Fraction = Fraction(1)
+    attention_share: Fraction = Fraction(1)
+    full_rows: int = 0
+    sparsity: int = 1
+    unpriced: int = 0
+
+
+def attention_matrices(backbone: Backbone) -> int:
+    """Parameters in the matrices q, k, v and o."""
+    return 2 * _query_matrix(backbone) + _key_value_matrices(backbone)
+
+
+def ffn_matrices(backbone: Backbone) -> int:
+    """Parameters in SwiGLU's gate, up and down."""
+    return 3 * backbone.d_model * backbone.d_ff
 
 
 def layer_matrices(backbone: Backbone) -> int:
-    """Parameters in the matrices of one layer: q, k, v, o and SwiGLU's gate, up, down."""
-    queries = backbone.num_heads * backbone.head_dim
-    keys = backbone.num_kv_heads * backbone.head_dim
-    return backbone.d_model * (2 * queries + 2 * keys + 3 * backbone.d_ff)
+    """Parameters in the matrices of one dense layer."""
+    return attention_matrices(backbone) + ffn_matrices(backbone)
+
+
+def _query_matrix(backbone: Backbone) -> int:
+    return backbone.d_model * backbone.num_heads * backbone.head_dim
+
+
+def _key_value_matrices(backbone: Backbone) -> int:
+    return 2 * backbone.d_model * backbone.num_kv_heads * backbone.head_dim
 
 
 def layer_kinds(model: ModelConfig) -> tuple[LayerKind, ...]:
-    """The model's layers by kind; kinds without a layer are left out (SPEC 5).
-
-    A sparse layer counts 1/K of its matrices and 1/K^2 of full attention: 1/K of the queries, each
-    over 1/K of the keys.
-    """
-    hierarchy = model.hierarchy
-    matrices = layer_matrices(model.backbone)
-    norms = 2 * model.backbone.d_model + 2 * model.backbone.head_dim
-    router = model.backbone.d_model + (model.routing.update is Update.XMOD)
-    share = Fraction(1, hierarchy.sparsity)
-    kinds = (
-        LayerKind(
-            "dense", hierarchy.dense_layers, matrices, norms, Fraction(1), Fraction(1), sparsity=1
-        ),
-        LayerKind(
-            "sparse",
-            hierarchy.sparse_layers,
-            matrices,
-            norms + router,
-            share,
-            share**2,
-            hierarchy.sparsity,
-        ),
+    """The model's layers by kind; kinds without a layer are left out (SPEC 5)."""
+    hierarchy, backbone = model.hierarchy, model.backbone
+    norms = 2 * backbone.d_model + 2 * backbone.head_dim
+    dense = LayerKind("dense", hierarchy.dense_layers, layer_matrices(backbone), norms)
+    attention = LayerKind(
+        "attention",
+        hierarchy.attention_layers,
+        attention_matrices(backbone),
+        backbone.d_model + 2 * backbone.head_dim,
     )
+    first = dense if model.moe is None else _moe_layer(model, model.moe, norms)
+    kinds = (first, attention, _sparse_layer(model, norms))
     return tuple(kind for kind in kinds if kind.count)
+
+
+def _moe_layer(model: ModelConfig, moe: MoE, norms: int) -> LayerKind:
+    """A token passes attention, its active experts and the shared ones.
+
+    The router's matrix counts among the parameters (so table 6's 8.48B and 4.58B follow) and not
+    among paper FLOPs, as router vectors do not.
+    """
+    expert = 3 * model.backbone.d_model * moe.d_expert
+    router = model.backbone.d_model * moe.experts
+    attention = attention_matrices(model.backbone)
+    passed = attention + (moe.active + moe.shared) * expert
+    matrices = attention + (moe.experts + moe.shared) * expert + router
+    share = Fraction(passed, matrices)
+    return LayerKind("moe", model.hierarchy.depth, matrices, norms, share, unpriced=router)
+
+
+def _sparse_layer(model: ModelConfig, norms: int) -> LayerKind:
+    """1/K of a layer's matrices and 1/K^2 of its attention: 1/K of the queries and of the keys.
+
+    Routed FFNs have no attention; with full keys and values their two matrices count whole and
+    attention 1/K.
+    """
+    hierarchy, backbone = model.hierarchy, model.backbone
+    matrices = layer_matrices(backbone)
+    share = Fraction(1, hierarchy.sparsity)
+    attention, full = share**2, 0
+    if model.routing.sparse is Sparse.FFN:
+        matrices, attention, norms = ffn_matrices(backbone), Fraction(0), backbone.d_model
+    elif model.routing.sparse is Sparse.FULL_KV:
+        attention, full = share, _key_value_matrices(backbone)
+    passed = share * (matrices - full) + full
+    router = backbone.d_model + (model.routing.update is Update.XMOD)
+    return LayerKind(
+        "sparse",
+        hierarchy.sparse_layers,
+        matrices,
+        norms + router,
+        passed / matrices,
+        attention,
+        full,
+        hierarchy.sparsity,
+    )
 
 
 def _vocabulary_matrices(backbone: Backbone) -> int:
@@ -209,8 +262,15 @@ def _executed(model: ModelConfig, context_length: int, block: int) -> _Executed:
     for kind in layer_kinds(model):
         rows = -(-context_length // kind.sparsity)
         pairs = attention_pairs(rows, block)
+        if kind.full_rows:
+            pairs = rows * context_length  # keys after a query are masked, not skipped
+        elif not kind.attention_share:
+            pairs = 0
         products = kind.count * 4 * pairs * backbone.num_heads * backbone.head_dim
-        matmul += kind.count * 2 * kind.matrices * rows
+        routed = kind.matrices - kind.full_rows
+        if kind.name == "moe":
+            routed = round(kind.matrices * kind.matmul_share) + kind.unpriced
+        matmul += kind.count * 2 * (routed * rows + kind.full_rows * context_length)
         attention += products
         sparse_attention += products if kind.name == "sparse" else 0
     head = 2 * backbone.vocab_size * backbone.d_model * context_length

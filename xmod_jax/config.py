@@ -29,6 +29,14 @@ class Update(enum.StrEnum):
     MOD = "mod"  # x <- x + a + r * f
 
 
+class Sparse(enum.StrEnum):
+    """What a sparse layer computes for its routed tokens (SPEC 4)."""
+
+    LAYER = "layer"  # attention among the routed tokens, then their FFN
+    FFN = "ffn"  # Routed-FFN: the FFN alone; full attention layers stand between (SPEC 4)
+    FULL_KV = "full_kv"  # Selected-Q/full-KV: their queries attend to every token of the past
+
+
 class Compute(enum.StrEnum):
     """Precision of activations and matrix products; parameters and routers stay float32."""
 
@@ -99,6 +107,7 @@ class Routing:
 
     Attributes:
       update: the X-MoD or the MoD update rule.
+      sparse: what a sparse layer computes.
       bias_scale: tau of the token-choice bias ``tau * b_i``; 0 switches it off.
       gate_init: initial value of the learnable gate scale g_l (X-MoD only).
       router_init_std: standard deviation of the initial router vectors.
@@ -106,6 +115,7 @@ class Routing:
     """
 
     update: Update = Update.XMOD
+    sparse: Sparse = Sparse.LAYER
     bias_scale: float = 1.0
     gate_init: float = 1.0
     router_init_std: float = 0.02
@@ -125,13 +135,70 @@ class Routing:
 
 
 @dataclasses.dataclass(frozen=True)
+class MoE:
+    """Mixture of experts in place of every FFN (SPEC 4; defaults and evidence in WORKSPACE.md).
+
+    Attributes:
+      experts: X, routed experts of a layer.
+      active: routed experts that a token passes.
+      shared: experts that every token passes beside those.
+      d_expert: FFN width of one expert, routed or shared.
+      balance: coefficient of the auxiliary load-balancing loss.
+      bias_rate: step of the auxiliary-loss-free balancing, per optimiser step: an expert's
+        selection bias moves by this much against its load.
+    """
+
+    experts: int
+    active: int
+    shared: int
+    d_expert: int
+    balance: float = 1e-3
+    bias_rate: float = 1e-3
+
+    def __post_init__(self) -> None:
+        _positive(self, "experts", "active", "d_expert")
+        if self.active > self.experts:
+            raise ValueError(f"active {self.active} of only {self.experts} experts")
+        for name in ("shared", "balance", "bias_rate"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"MoE.{name} must be at least 0, got {getattr(self, name)}")
+
+    @classmethod
+    def fine_grained(
+        cls, backbone: Backbone, sparsity: int, granularity: int = 8, shared: int = 2
+    ) -> MoE:
+        """Experts that are FFNs cut into `granularity` parts, ``granularity * sparsity`` of them.
+
+        A token passes as many matrix parameters as in the dense FFN: ``8:64`` of table 6 is
+        sparsity 8, granularity 8: 64 routed experts of width d_ff / 8, 6 active and 2 shared.
+        """
+        if backbone.d_ff % granularity:
+            raise ValueError(
+                f"d_ff {backbone.d_ff} is not a multiple of the granularity {granularity}"
+            )
+        experts = granularity * sparsity
+        return cls(experts, granularity - shared, shared, backbone.d_ff // granularity)
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A model: sizes of a layer, arrangement of the layers, routing, precision."""
+    """A model: sizes of a layer, arrangement of the layers, routing, precision, experts."""
 
     backbone: Backbone
     hierarchy: Hierarchy
     routing: Routing = Routing()
     compute: Compute = Compute.FLOAT32
+    moe: MoE | None = None
+
+    def __post_init__(self) -> None:
+        if self.moe is not None and self.hierarchy.groups:
+            raise ValueError("experts take the place of dense FFNs: the hierarchy must be dense")
+        leads = any(group.attentions for group in self.hierarchy.groups)
+        if self.hierarchy.groups and leads != (self.routing.sparse is Sparse.FFN):
+            raise ValueError(
+                "routed FFNs, and only they, need attention layers in every stage "
+                "(Hierarchy.routed_ffn)"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,13 +15,27 @@ MOD_SPARSITY = 8
 
 @dataclasses.dataclass(frozen=True)
 class StageGroup:
-    """`count` identical stages, each of `sparse_layers` sparse layers and then its dense anchor."""
+    """`count` identical stages, each of `sparse_layers` sparse layers and then its dense anchor.
+
+    Attributes:
+      count: number of stages.
+      sparse_layers: sparse layers of one stage.
+      anchor: whether a dense layer ends each stage.
+      attentions: full-attention layers of one stage (Routed-FFN); each stands before an equal share
+        of its sparse layers.
+    """
 
     count: int
     sparse_layers: int
     anchor: bool = True
+    attentions: int = 0
 
     def __post_init__(self) -> None:
+        if self.attentions < 0 or (self.attentions and self.sparse_layers % self.attentions):
+            raise ValueError(
+                f"{self.sparse_layers} sparse layers cannot be shared by {self.attentions} "
+                "attention layers"
+            )
         if self.count < 1 or self.sparse_layers < 1:
             raise ValueError(
                 f"a stage group needs at least one stage and one sparse layer, got {self.count} "
@@ -62,8 +76,13 @@ class Hierarchy:
         return self.prefix + sum(group.count for group in self.groups if group.anchor)
 
     @property
+    def attention_layers(self) -> int:
+        """Number of attention-only layers (Routed-FFN)."""
+        return sum(group.count * group.attentions for group in self.groups)
+
+    @property
     def depth(self) -> int:
-        """Total number of layers."""
+        """Number of layers, dense and sparse; attention-only ones belong to sparse FFNs."""
         return self.dense_layers + self.sparse_layers
 
     @property
@@ -87,6 +106,27 @@ class Hierarchy:
     def mod(cls, active_depth: int = 28, sparsity: int = MOD_SPARSITY) -> Hierarchy:
         """The MoD baseline: a dense layer, then alternating sparse and dense ones (SPEC 1)."""
         return cls._of_stride(Fraction(1, sparsity), sparsity, active_depth, prefix=1, name="mod")
+
+    def routed_ffn(self) -> Hierarchy:
+        """The same with sparse layers that are FFNs: ``(attention + K sparse FFNs) x A + anchor``.
+
+        Raises:
+          ValueError: A is not an integer.
+        """
+        groups = []
+        for group in self.groups:
+            attentions, rest = divmod(group.sparse_layers, self.sparsity)
+            if rest:
+                raise ValueError(
+                    f"routed FFNs need an integer A, got {group.sparse_layers}/{self.sparsity}"
+                )
+            groups.append(dataclasses.replace(group, attentions=attentions))
+        return dataclasses.replace(self, groups=tuple(groups))
+
+    def without_anchors(self) -> Hierarchy:
+        """All sparse layers in one stage behind the prefix, as many as hold the active depth."""
+        sparse = (self.active_depth - self.prefix) * self.sparsity
+        return Hierarchy(self.prefix, (StageGroup(1, int(sparse), anchor=False),), self.sparsity)
 
     @classmethod
     def from_name(cls, name: str, active_depth: int = 28, prefix: int = 4) -> Hierarchy:

@@ -15,24 +15,29 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from xmod_jax.config import ModelConfig
+from xmod_jax.config import ModelConfig, Sparse
 from xmod_jax.hierarchy import StageGroup
 from xmod_jax.nn.layers import (
     INIT_STD,
+    AttentionLayer,
     DecoderBlock,
     Phases,
     RMSNorm,
     SparseLayer,
+    attention_backward,
+    attention_forward,
     dense_backward,
     dense_forward,
     dense_layer,
     rotary_phases,
     sparse_update,
 )
-from xmod_jax.nn.routed_stage import Anchor, routed_stages
+from xmod_jax.nn.moe import ExpertOutput, MoEBlock, moe_layer
+from xmod_jax.nn.routed_stage import Dense, routed_stages
 from xmod_jax.nn.threshold_stage import PAPER_THRESHOLD, threshold_stages
 
-_ANCHOR = Anchor(dense_forward, dense_backward)
+_ANCHOR = Dense(dense_forward, dense_backward)
+_LEAD = Dense(attention_forward, attention_backward)
 Thresholds = tuple[jax.Array, ...]  # per stage group [count, S], of biased logits
 
 
@@ -54,13 +59,19 @@ Route = TopK | Threshold
 
 
 class Stages(nnx.Module):
-    """The stages of one group, stacked: sparse layers [count, S, ...], anchors [count, ...]."""
+    """The stages of one group, stacked: sparse layers [count, S, ...], anchors [count, ...].
+
+    Leads (Routed-FFN) are stacked [count, attentions, ...].
+    """
 
     def __init__(self, config: ModelConfig, group: StageGroup, *, rngs: nnx.Rngs):
         make_sparse = lambda key: SparseLayer(config.backbone, config.routing, rngs=nnx.Rngs(key))
         keys = jax.random.split(rngs.params(), (group.count, group.sparse_layers))
         self.sparse = jax.vmap(jax.vmap(make_sparse))(keys)
         self.anchor = _stack(config, group.count, rngs) if group.anchor else None
+        make_lead = lambda key: AttentionLayer(config.backbone, rngs=nnx.Rngs(key))
+        lead_keys = jax.random.split(rngs.params(), (group.count, group.attentions))
+        self.lead = jax.vmap(jax.vmap(make_lead))(lead_keys) if group.attentions else None
 
 
 class Decoder(nnx.Module):
@@ -90,15 +101,19 @@ class Decoder(nnx.Module):
 
         Returns:
           The normalised states [B, L, D] in the compute dtype, and for every stage group its
-          `StageOutput` or `ThresholdOutput` with fields stacked over stages, without the stream.
+          `StageOutput` or `ThresholdOutput` with fields stacked over stages, without the stream;
+          for a model of experts one `ExpertOutput` stacked over layers.
         """
         backbone = self.config.backbone
         positions_BL = jnp.broadcast_to(jnp.arange(tokens_BL.shape[1]), tokens_BL.shape)
         phases = rotary_phases(positions_BL, backbone.head_dim, backbone.rope_base)
         x_BLD = self.embedding[...][tokens_BL].astype(self.config.compute.value)
-        if self.prefix is not None:
+        outputs: list[Any] = []
+        if isinstance(self.prefix, MoEBlock):
+            x_BLD, experts = _run_moe(self.prefix, x_BLD, phases, valid_BL)
+            outputs.append(experts)
+        elif self.prefix is not None:
             x_BLD = _run_dense(self.prefix, x_BLD, phases)
-        outputs = []
         for index, stages in enumerate(self.groups):
             chosen = route.values[index] if isinstance(route, Threshold) else None
             x_BLD, output = self._run_group(stages, x_BLD, phases, chosen, valid_BL)
@@ -132,6 +147,9 @@ class Decoder(nnx.Module):
             "valid_BL": valid_BL,
             "anchor": _ANCHOR if stages.anchor is not None else None,
             "anchor_params": stages.anchor,
+            "lead": _LEAD if stages.lead is not None else None,
+            "lead_params": stages.lead,
+            "reads_stream": self.config.routing.sparse is Sparse.FULL_KV,
         }
         stack, router_NSD = stages.sparse, stages.sparse.router[...]
         output: Any
@@ -144,11 +162,22 @@ class Decoder(nnx.Module):
         return output.x_BLD, output._replace(x_BLD=None)
 
 
-def _stack(config: ModelConfig, count: int, rngs: nnx.Rngs) -> DecoderBlock:
-    make = lambda key: DecoderBlock(config.backbone, rngs=nnx.Rngs(key))
+def _stack(config: ModelConfig, count: int, rngs: nnx.Rngs) -> DecoderBlock | MoEBlock:
+    def make(key: jax.Array) -> DecoderBlock | MoEBlock:
+        if config.moe is not None:
+            return MoEBlock(config.backbone, config.moe, rngs=nnx.Rngs(key))
+        return DecoderBlock(config.backbone, rngs=nnx.Rngs(key))
+
     return jax.vmap(make)(jax.random.split(rngs.params(), count))
 
 
 def _run_dense(blocks: DecoderBlock, x_BLD: jax.Array, phases: Phases) -> jax.Array:
     layer = lambda x_BLD, block: (dense_layer(block, x_BLD, phases), None)
     return jax.lax.scan(layer, x_BLD, blocks)[0]
+
+
+def _run_moe(
+    blocks: MoEBlock, x_BLD: jax.Array, phases: Phases, valid_BL: jax.Array | None
+) -> tuple[jax.Array, ExpertOutput]:
+    layer = lambda x_BLD, block: moe_layer(block, x_BLD, phases, valid_BL)
+    return jax.lax.scan(layer, x_BLD, blocks)

@@ -62,3 +62,40 @@ def plain_stage(params, router_SD, x_BLD, positions_BL, count: int, tau: float, 
         losses.append(jnp.sum(bce_BL * valid_BL) / jnp.sum(valid_BL))
         chosen_BL = chosen_BL + mask_BL
     return x_BLD, jnp.stack(losses)
+
+
+def stream_block(params: Any, rows_BCD, positions_BC, score_BC, x_BLD, positions_BL):
+    """Rows read every token at or before their own position, their own row included."""
+    score_BCL = jnp.einsum("bcd,de,ble->bcl", rows_BCD, params["key"], x_BLD)
+    see_BCL = positions_BL[:, None] <= positions_BC[..., None]
+    mixed_BCD = jnp.einsum("bcl,bld->bcd", jnp.tanh(score_BCL) * see_BCL, x_BLD @ params["mix"])
+    return rows_BCD + score_BC[..., None] * jnp.tanh(mixed_BCD + rows_BCD @ params["out"])
+
+
+def plain_stages(problem: Problem, leads_PDD, anchors_NDD, P: int, count: int, tau: float, x_BLD):
+    """Stages of P intervals with leads, anchors and `stream_block`, gradients by autodiff.
+
+    Parameters and routers have leading axes [N, S].
+    """
+    params, router_NSD, positions_BL = problem.params, problem.router_SD, problem.positions_BL
+    batch, losses = jnp.arange(len(x_BLD))[:, None], []
+    N, S = router_NSD.shape[:2]
+    for n in range(N):
+        for s in range(S):
+            if s % (S // P) == 0:
+                x_BLD = x_BLD + jnp.tanh(x_BLD @ leads_PDD[n, s // (S // P)])
+                chosen_BL = jnp.zeros(x_BLD.shape[:2], x_BLD.dtype)
+            z_BL = x_BLD @ router_NSD[n, s] - tau * chosen_BL
+            idx_BC = jnp.sort(jnp.argsort(-z_BL, axis=-1, stable=True)[:, :count], axis=-1)
+            mask_BL = jnp.zeros(z_BL.shape, bool).at[batch, idx_BC].set(True)
+            layer = jax.tree.map(lambda leaf, n=n, s=s: leaf[n, s], params)
+            score_BC, position_BC = jax.nn.sigmoid(z_BL)[batch, idx_BC], positions_BL[batch, idx_BC]
+            rows = stream_block(
+                layer, x_BLD[batch, idx_BC], position_BC, score_BC, x_BLD, positions_BL
+            )
+            x_BLD = x_BLD.at[batch, idx_BC].set(rows)
+            bce_BL = -jnp.where(mask_BL, jax.nn.log_sigmoid(z_BL), jax.nn.log_sigmoid(-z_BL))
+            losses.append(jnp.mean(bce_BL))
+            chosen_BL = chosen_BL + mask_BL
+        x_BLD = x_BLD + jnp.tanh(x_BLD @ anchors_NDD[n])
+    return x_BLD, jnp.stack(losses).reshape(N, S)

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.nn.references import make_problem, plain_stage, toy_block
+from tests.nn.references import make_problem, plain_stage, plain_stages, stream_block, toy_block
 from xmod_jax.nn import routing
-from xmod_jax.nn.routed_stage import gated_residual, routed_stage
+from xmod_jax.nn.routed_stage import Dense, gated_residual, routed_stage, routed_stages
 
 UPDATE = gated_residual(toy_block)
 
@@ -76,6 +76,58 @@ def test_lean_stage_equals_plain_autodiff_at_any_size(B, L, S, K, seed):
     with jax.enable_x64(True):
         lean, plain = both_ways(make_problem(seed, B, L, 4, S), K, 1.0, seed)
         assert worst(lean, plain) < 1e-12
+
+
+def _dense() -> Dense:
+    forward = lambda w_DD, x_BLD: x_BLD + jnp.tanh(x_BLD @ w_DD)
+    backward = lambda w_DD, x_BLD, _, saved, bar_BLD: jax.vjp(forward, w_DD, x_BLD)[1](bar_BLD)
+    return Dense(lambda w_DD, x_BLD, _: (forward(w_DD, x_BLD), None), backward)
+
+
+@pytest.mark.parametrize(("P", "K"), [(1, 4), (2, 4), (3, 5)])
+def test_leads_anchors_and_the_stream_get_the_gradients_of_plain_autodiff(P, K):
+    with jax.enable_x64(True):
+        N, S, L, D, layer = 2, 2 * P, 13, 6, _dense()
+        problem = make_problem(P, 2, L, D, N * S)
+        problem = problem._replace(
+            params=jax.tree.map(lambda leaf: leaf.reshape(N, S, D, D), problem.params[0]),
+            router_SD=problem.router_SD.reshape(N, S, D),
+        )
+        keys = jax.random.split(jax.random.key(9), 4)
+        leads = jax.random.normal(keys[0], (N, P, D, D)) / D
+        anchors = jax.random.normal(keys[1], (N, D, D)) / D
+        bar_BLD = jax.random.normal(keys[2], problem.x_BLD.shape)
+        bar_NS = jax.random.normal(keys[3], (N, S))
+        count = routing.capacity(L, K)
+
+        def lean(params, router_NSD, leads, anchors, x_BLD):
+            out = routed_stages(
+                stream_block,
+                params,
+                router_NSD,
+                x_BLD,
+                problem.positions_BL,
+                sparsity=K,
+                bias_scale=0.7,
+                anchor=layer,
+                anchor_params=anchors,
+                lead=layer,
+                lead_params=leads,
+                reads_stream=True,
+            )
+            return jnp.sum(out.x_BLD * bar_BLD) + jnp.sum(out.alignment_S * bar_NS)
+
+        def plain(params, router_NSD, leads, anchors, x_BLD):
+            given = problem._replace(params=params, router_SD=router_NSD)
+            x_BLD, losses_NS = plain_stages(given, leads, anchors, P, count, 0.7, x_BLD)
+            return jnp.sum(x_BLD * bar_BLD) + jnp.sum(losses_NS * bar_NS)
+
+        arguments = (problem.params, problem.router_SD, leads, anchors, problem.x_BLD)
+        got, want = (
+            jax.jit(jax.value_and_grad(f, argnums=(0, 1, 2, 3, 4)))(*arguments)
+            for f in (lean, plain)
+        )
+        assert worst(got, want) < 1e-12
 
 
 def test_padding_neither_competes_nor_changes_nor_counts():

@@ -8,7 +8,8 @@ import numpy as np
 from flax import nnx
 
 from tests.training import small
-from xmod_jax.config import OptimizerConfig
+from xmod_jax.config import ModelConfig, MoE, OptimizerConfig, Routing, Sparse
+from xmod_jax.hierarchy import Hierarchy
 from xmod_jax.model import Decoder
 from xmod_jax.training.optimizer import labels, learning_rate, make_optimizer
 
@@ -46,6 +47,28 @@ def test_exactly_the_matrices_inside_layers_get_muon():
     assert got == {f"{stack}.{matrix}.value" for stack in stacks for matrix in MATRICES}
     rest = named(labels(model(), "muon")).keys() - got
     assert {".embedding.value", ".head.value", ".groups[0].sparse.router.value"} <= rest
+
+
+def test_experts_get_muon_their_router_adamw_and_their_bias_nothing():
+    config = ModelConfig(small.BACKBONE, Hierarchy.dense(2), moe=MoE(4, 2, 1, 8))
+    got = named(labels(Decoder(config, rngs=nnx.Rngs(0)), "muon"))
+    ffn = {name.removeprefix(".prefix.ffn"): label for name, label in got.items() if ".ffn" in name}
+    muon = {
+        f"{shared}.{name}.value" for shared in ("", ".shared") for name in ("gate", "up", "down")
+    }
+    assert {name for name, label in ffn.items() if label == "muon"} == muon
+    assert ffn[".router.value"] == "adamw" and ffn[".bias.value"] == "none"
+
+
+def test_leads_are_matrices_of_layers_too():
+    hierarchy = Hierarchy.from_name("A1K4", 4, 2).routed_ffn()
+    config = ModelConfig(small.BACKBONE, hierarchy, Routing(sparse=Sparse.FFN))
+    got = named(labels(Decoder(config, rngs=nnx.Rngs(0)), "muon"))
+    leads = {
+        name.split(".")[-2]: label for name, label in got.items() if ".lead.attention." in name
+    }
+    matrices = ("query", "key", "value", "output")
+    assert all(leads[name] == "muon" for name in matrices) and leads["scale"] == "adamw"
 
 
 def test_every_layers_muon_update_is_orthogonal_with_rms_0_2_times_the_rate():

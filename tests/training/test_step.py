@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -9,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from tests.training import small
+from xmod_jax.config import ModelConfig, MoE
+from xmod_jax.hierarchy import Hierarchy
 from xmod_jax.training.step import accumulated_gradient, initial_state, make_step
 
 
@@ -30,8 +33,8 @@ def test_steps_compile_once_move_every_leaf_and_average_the_thresholds():
     start = state = initial_state(config)
     observed = []
     for seed in range(3):
-        _, (_, _, kth) = accumulated_gradient(state.model, batch(seed), 0.1, 1)
-        observed.append(kth[0])
+        _, auxiliary = accumulated_gradient(state.model, batch(seed), 0.1, 1)
+        observed.append(auxiliary.kth[0])
         state, metrics = step(state, batch(seed))
         assert all(bool(jnp.isfinite(value)) for value in metrics)
     assert step._cache_size() == 1
@@ -48,3 +51,26 @@ def test_the_same_seed_gives_the_same_start_and_another_another():
     same = [initial_state(small.run(seed=seed)).model.embedding[...] for seed in (1, 1, 2)]
     assert np.array_equal(same[0], same[1])
     assert not np.array_equal(same[0], same[2])
+
+
+def test_experts_learn_and_their_biases_move_by_load_alone():
+    moe = MoE(6, 2, 1, 8, bias_rate=0.05)
+    model = ModelConfig(small.BACKBONE, Hierarchy.dense(2), moe=moe)
+    config = dataclasses.replace(small.run(), model=model)
+    step: Any = jax.jit(make_step(config))
+    start = initial_state(config)
+    _, auxiliary = accumulated_gradient(start.model, batch(), 0.1, 1)
+    state, metrics = step(start, batch())
+    assert state.model.prefix is not None and start.model.prefix is not None
+    bias_NX = state.model.prefix.ffn.bias[...]
+    push_NX = np.sign(1 / 6 - np.asarray(auxiliary.load))
+    np.testing.assert_allclose(
+        bias_NX, 0.05 * (push_NX - push_NX.mean(-1, keepdims=True)), atol=1e-6
+    )
+    assert float(metrics.balance_loss) >= 0.99 and float(metrics.max_load) >= 1
+    ffn, before = state.model.prefix.ffn, start.model.prefix.ffn
+    for name in ("router", "gate", "up", "down"):
+        assert not np.array_equal(getattr(ffn, name)[...], getattr(before, name)[...])
+    for seed in range(1, 4):
+        state, metrics = step(state, batch(seed))
+    assert step._cache_size() == 1 and bool(jnp.isfinite(metrics.loss))

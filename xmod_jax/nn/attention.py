@@ -4,7 +4,8 @@ On an accelerator with cuDNN the fused kernel is used; elsewhere a blockwise one
 skips the blocks above the diagonal, forward and backward (Dao et al., FlashAttention-2).
 
 Shapes: B batch, L rows in position order, H query heads, G key/value heads, R = H/G query heads per
-key/value head, E head dim, N = B*G, n blocks of b rows, M = R*b query rows of a block.
+key/value head, E head dim, N = B*G, n blocks of b rows, M = R*b query rows of a block, C rows of a
+selection.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from xmod_jax.accounting import ATTENTION_BLOCK
 
 # Output and log-sum-exp of every row, in blocks; see `causal_attention`.
 Saved = tuple[jax.Array, jax.Array] | None
+_SELECTED_SCORES = 1 << 24  # scores of `selected_attention` that are formed at once
 _MASKED = -1e30  # finite, so that a row's maximum never turns into inf - inf
 
 
@@ -72,6 +74,43 @@ def blockwise_attention(
     return o.reshape(B, n * b, H, E)[:, :L], saved
 
 
+def selected_attention(
+    q_BCHE: jax.Array, k_BLGE: jax.Array, v_BLGE: jax.Array, position_BC: jax.Array
+) -> jax.Array:
+    """Attention of some rows to all keys at or before their position (Selected-Q/full-KV).
+
+    Args:
+      q_BCHE: queries of the rows, rotary phases already applied.
+      k_BLGE: keys of every position; G divides H.
+      v_BLGE: values of every position.
+      position_BC: int32 positions of the rows.
+
+    Returns:
+      [B, C, H, E] in the dtype of the queries, softmax in float32. A few rows go at a time, and
+      their scores are formed again in the backward pass.
+    """
+    B, C, H, E = q_BCHE.shape
+    L, G = k_BLGE.shape[1:3]
+    b = max(8, min(C, _SELECTED_SCORES // (B * H * L)))
+    n = -(-C // b)
+    pad = ((0, 0), (0, n * b - C))
+    q = jnp.pad(q_BCHE * jnp.asarray(E**-0.5, q_BCHE.dtype), (*pad, (0, 0), (0, 0)))
+    q_nBbGRE = q.reshape(B, n, b, G, H // G, E).swapaxes(0, 1)
+    position_nBb = jnp.pad(position_BC, pad).reshape(B, n, b).swapaxes(0, 1)
+
+    @jax.checkpoint
+    def rows(item):
+        q_BbGRE, position_Bb = item
+        s_BGRbL = _product("bcgre,blge->bgrcl", q_BbGRE, k_BLGE)
+        visible_BbL = jnp.arange(L) <= position_Bb[..., None]
+        p_BGRbL = jax.nn.softmax(jnp.where(visible_BbL[:, None, None], s_BGRbL, _MASKED), axis=-1)
+        o_BbGRE = _product("bgrcl,blge->bcgre", p_BGRbL.astype(v_BLGE.dtype), v_BLGE)
+        return o_BbGRE.astype(q_BCHE.dtype)
+
+    o_nBbGRE = lax.map(rows, (q_nBbGRE, position_nBb))
+    return o_nBbGRE.swapaxes(0, 1).reshape(B, n * b, H, E)[:, :C]
+
+
 @jax.custom_vjp
 def _attend(q_nNME, k_nNbE, v_nNbE):
     """The output and each row's log-sum-exp, the latter without gradient."""
@@ -119,7 +158,9 @@ def _attend_forward(q_nNME, k_nNbE, v_nNbE):
         start = (empty_NM, jnp.zeros((N, M), wide), jnp.zeros((N, M, E), wide))
         # The diagonal first: every row sees its own key, so the running maximum is real at once.
         carry = block(q_NME, i, start, visible_Mb)
-        top_NM, sum_NM, acc_NME = lax.fori_loop(0, i, functools.partial(block, q_NME), carry)
+        if n > 1:
+            carry = lax.fori_loop(0, i, functools.partial(block, q_NME), carry)
+        top_NM, sum_NM, acc_NME = carry
         o_NME = (acc_NME / sum_NM[..., None]).astype(q_NME.dtype)
         return None, (o_NME, top_NM + jnp.log(sum_NM))
 
@@ -153,8 +194,9 @@ def _attend_backward(residuals, do_nNME):
         j, k_NbE, v_NbE = item
         carry = dq_nNME, jnp.zeros((N, b, E), wide), jnp.zeros((N, b, E), wide)
         carry = block(k_NbE, v_NbE, j, carry, visible_bM)
-        below = functools.partial(block, k_NbE, v_NbE)
-        dq_nNME, dk_NbE, dv_NbE = lax.fori_loop(j + 1, n, below, carry)
+        if n > 1:
+            carry = lax.fori_loop(j + 1, n, functools.partial(block, k_NbE, v_NbE), carry)
+        dq_nNME, dk_NbE, dv_NbE = carry
         return dq_nNME, (dk_NbE.astype(k_NbE.dtype), dv_NbE.astype(v_NbE.dtype))
 
     items = (jnp.arange(n), k_nNbE, v_nNbE)

@@ -10,30 +10,37 @@ key/value heads, E head dim, F FFN width.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from xmod_jax.config import Backbone, Routing, Update
-from xmod_jax.nn.attention import Saved, causal_attention
+from xmod_jax.config import Backbone, Routing, Sparse, Update
+from xmod_jax.nn.attention import Saved, causal_attention, selected_attention
 
 INIT_STD = 0.02  # of every matrix, as Qwen3's initializer_range
 
 
 class Phases(NamedTuple):
-    """Rotary phases of tokens, float32 [B, L, E/2] each; they travel with gathered rows."""
+    """Where tokens stand; travels with gathered rows.
+
+    Attributes:
+      cos_BLe: rotary phases, float32 [B, L, E/2].
+      sin_BLe: likewise.
+      position_BL: int32 positions.
+    """
 
     cos_BLe: jax.Array
     sin_BLe: jax.Array
+    position_BL: jax.Array
 
 
 def rotary_phases(positions_BL: jax.Array, head_dim: int, base: float) -> Phases:
     """Phases of RoPE at integer positions [B, L] (SPEC 2: base 1e6, original positions)."""
     wavelength_e = base ** -(jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     angle_BLe = positions_BL[..., None].astype(jnp.float32) * wavelength_e
-    return Phases(jnp.cos(angle_BLe), jnp.sin(angle_BLe))
+    return Phases(jnp.cos(angle_BLe), jnp.sin(angle_BLe), positions_BL)
 
 
 def rotate(x_BLHE: jax.Array, phases: Phases) -> jax.Array:
@@ -80,7 +87,7 @@ class RMSNorm(nnx.Module):
         return (wide * inverse).astype(x.dtype) * self.scale[...].astype(x.dtype)
 
 
-def _matrix(rngs: nnx.Rngs, *shape: int) -> nnx.Param:
+def matrix(rngs: nnx.Rngs, *shape: int) -> nnx.Param:
     return nnx.Param(INIT_STD * jax.random.normal(rngs.params(), shape, jnp.float32))
 
 
@@ -89,10 +96,10 @@ class Attention(nnx.Module):
 
     def __init__(self, config: Backbone, *, rngs: nnx.Rngs):
         D, E = config.d_model, config.head_dim
-        self.query = _matrix(rngs, D, config.num_heads * E)
-        self.key = _matrix(rngs, D, config.num_kv_heads * E)
-        self.value = _matrix(rngs, D, config.num_kv_heads * E)
-        self.output = _matrix(rngs, config.num_heads * E, D)
+        self.query = matrix(rngs, D, config.num_heads * E)
+        self.key = matrix(rngs, D, config.num_kv_heads * E)
+        self.value = matrix(rngs, D, config.num_kv_heads * E)
+        self.output = matrix(rngs, config.num_heads * E, D)
         self.query_norm = RMSNorm(E, config.norm_eps)
         self.key_norm = RMSNorm(E, config.norm_eps)
         self.head_dim = E
@@ -104,23 +111,38 @@ class Attention(nnx.Module):
 
         `saved` and the second result are those of `causal_attention`.
         """
-        q, k, v_BLGE = (
-            linear(x_BLD, w[...]).reshape(*x_BLD.shape[:2], -1, self.head_dim)
-            for w in (self.query, self.key, self.value)
-        )
-        q_BLHE = rotate(self.query_norm(q), phases)
-        k_BLGE = rotate(self.key_norm(k), phases)
-        out_BLHE, saved = causal_attention(q_BLHE, k_BLGE, v_BLGE, saved)
-        return linear(out_BLHE.reshape(*x_BLD.shape[:2], -1), self.output[...]), saved
+        q_BLHE, k_BLGE = self._queries(x_BLD, phases), self._keys(x_BLD, phases)
+        out_BLHE, saved = causal_attention(q_BLHE, k_BLGE, self._heads(x_BLD, self.value), saved)
+        return self._out(out_BLHE), saved
+
+    def selected(
+        self, rows_BCD: jax.Array, row_phases: Phases, x_BLD: jax.Array, phases: Phases
+    ) -> jax.Array:
+        """The given rows attend to every token of the stream up to their own position."""
+        q_BCHE, k_BLGE = self._queries(rows_BCD, row_phases), self._keys(x_BLD, phases)
+        v_BLGE = self._heads(x_BLD, self.value)
+        return self._out(selected_attention(q_BCHE, k_BLGE, v_BLGE, row_phases.position_BL))
+
+    def _heads(self, x_BLD: jax.Array, weight: nnx.Param) -> jax.Array:
+        return linear(x_BLD, weight[...]).reshape(*x_BLD.shape[:2], -1, self.head_dim)
+
+    def _queries(self, x_BLD: jax.Array, phases: Phases) -> jax.Array:
+        return rotate(self.query_norm(self._heads(x_BLD, self.query)), phases)
+
+    def _keys(self, x_BLD: jax.Array, phases: Phases) -> jax.Array:
+        return rotate(self.key_norm(self._heads(x_BLD, self.key)), phases)
+
+    def _out(self, x_BLHE: jax.Array) -> jax.Array:
+        return linear(x_BLHE.reshape(*x_BLHE.shape[:2], -1), self.output[...])
 
 
 class SwiGLU(nnx.Module):
     """Gated FFN: ``(silu(x W_gate) * (x W_up)) W_down``."""
 
     def __init__(self, d_model: int, d_ff: int, *, rngs: nnx.Rngs):
-        self.gate = _matrix(rngs, d_model, d_ff)
-        self.up = _matrix(rngs, d_model, d_ff)
-        self.down = _matrix(rngs, d_ff, d_model)
+        self.gate = matrix(rngs, d_model, d_ff)
+        self.up = matrix(rngs, d_model, d_ff)
+        self.down = matrix(rngs, d_ff, d_model)
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         gate_BLF = jax.nn.silu(linear(x_BLD, self.gate[...]))
@@ -186,11 +208,47 @@ def _dense_layer_backward(residuals, bar_BLD):
 dense_layer.defvjp(_dense_layer_forward, _dense_layer_backward)
 
 
+class AttentionLayer(nnx.Module):
+    """Pre-norm attention alone, ``x + Attention(norm(x))``: what leads routed FFNs (SPEC 4)."""
+
+    def __init__(self, config: Backbone, *, rngs: nnx.Rngs):
+        self.attention_norm = RMSNorm(config.d_model, config.norm_eps)
+        self.attention = Attention(config, rngs=rngs)
+
+
+def attention_forward(
+    layer: AttentionLayer, x_BLD: jax.Array, phases: Phases, saved: Saved = None
+) -> tuple[jax.Array, Saved]:
+    """The layer, and what `attention_backward` needs beside the arguments."""
+    a_BLD, saved = layer.attention(layer.attention_norm(x_BLD), phases, saved)
+    return x_BLD + a_BLD, saved
+
+
+def attention_backward(
+    layer: AttentionLayer, x_BLD: jax.Array, phases: Phases, saved: Saved, bar_BLD: jax.Array
+) -> tuple[AttentionLayer, jax.Array]:
+    """Gradients of `attention_forward` to the layer and to x."""
+    forward = lambda layer, x_BLD: attention_forward(layer, x_BLD, phases, saved)[0]
+    return jax.vjp(forward, layer, x_BLD)[1](bar_BLD)
+
+
+class FFNBlock(nnx.Module):
+    """Pre-norm FFN alone; gives the residual."""
+
+    def __init__(self, config: Backbone, *, rngs: nnx.Rngs):
+        self.ffn_norm = RMSNorm(config.d_model, config.norm_eps)
+        self.ffn = SwiGLU(config.d_model, config.d_ff, rngs=rngs)
+
+    def __call__(self, x_BLD: jax.Array) -> jax.Array:
+        return self.ffn(self.ffn_norm(x_BLD))
+
+
 class SparseLayer(nnx.Module):
-    """A block, its router vector and, for the X-MoD update, its gate scale (SPEC 3)."""
+    """A block, its router vector and, for the X-MoD update, its gate scale (SPEC 3, 4)."""
 
     def __init__(self, config: Backbone, routing: Routing, *, rngs: nnx.Rngs):
-        self.block = DecoderBlock(config, rngs=rngs)
+        block = FFNBlock if routing.sparse is Sparse.FFN else DecoderBlock
+        self.block = block(config, rngs=rngs)
         std = routing.router_init_std
         shape = (config.d_model,)
         self.router = nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32))
@@ -200,11 +258,32 @@ class SparseLayer(nnx.Module):
 
 
 def sparse_update(
-    layer: SparseLayer, rows_BCD: jax.Array, phases: Phases, score_BC: jax.Array
+    layer: SparseLayer, rows_BCD: jax.Array, phases: Phases, score_BC: jax.Array, *stream: Any
 ) -> jax.Array:
-    """New values of the routed rows under the layer's update rule (SPEC 3)."""
-    a_BCD, f_BCD, _ = layer.block(rows_BCD, phases)
+    """New values of the routed rows under the layer's update rule (SPEC 3).
+
+    Args:
+      layer: the layer.
+      rows_BCD: the routed rows in position order.
+      phases: theirs.
+      score_BC: float32 routing scores r.
+      stream: Selected-Q/full-KV only: every token [B, L, D] and the phases of all.
+    """
+    block = layer.block
+    if isinstance(block, FFNBlock):
+        a_BCD, f_BCD = jnp.zeros_like(rows_BCD), block(rows_BCD)
+    elif stream:
+        a_BCD, f_BCD = _full_kv(block, rows_BCD, phases, *stream)
+    else:
+        a_BCD, f_BCD, _ = block(rows_BCD, phases)
     if layer.update is Update.MOD:
         return rows_BCD + a_BCD + score_BC[..., None].astype(rows_BCD.dtype) * f_BCD
     weight_BC = (layer.gate[...] * score_BC).astype(rows_BCD.dtype)
     return rows_BCD + weight_BC[..., None] * (a_BCD + f_BCD)
+
+
+def _full_kv(block, rows_BCD, row_phases, x_BLD, phases):
+    """The two residuals of the rows, whose queries read the keys and values of all tokens."""
+    norm = block.attention_norm
+    a_BCD = block.attention.selected(norm(rows_BCD), row_phases, norm(x_BLD), phases)
+    return a_BCD, block.ffn(block.ffn_norm(rows_BCD + a_BCD))

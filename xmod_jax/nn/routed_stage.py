@@ -26,12 +26,13 @@ from jax import lax
 
 from xmod_jax.nn import routing
 
-# (layer parameters, rows [B, C, D], row data [B, C, ...], score [B, C]) -> new rows [B, C, D]
-RowUpdate = Callable[[Any, jax.Array, Any, jax.Array], jax.Array]
+# (layer parameters, rows [B, C, D], row data [B, C, ...], score [B, C]) -> new rows [B, C, D];
+# with `reads_stream` also the whole stream [B, L, D] and its data [B, L, ...].
+RowUpdate = Callable[..., jax.Array]
 
 
-class Anchor(NamedTuple):
-    """The dense layer that ends a stage.
+class Dense(NamedTuple):
+    """A layer that changes every token: a stage's anchor, or its lead.
 
     Attributes:
       forward: ``(params, x_BLD, positions) -> (y_BLD, saved)``.
@@ -120,8 +121,11 @@ def routed_stages(
     sparsity: int,
     bias_scale: float = 1.0,
     valid_BL: jax.Array | None = None,
-    anchor: Anchor | None = None,
+    anchor: Dense | None = None,
     anchor_params: Any = None,
+    lead: Dense | None = None,
+    lead_params: Any = None,
+    reads_stream: bool = False,
 ) -> StageOutput:
     """Runs N equal stages: `routed_stage` and then `anchor`, if there is one, in each.
 
@@ -130,24 +134,31 @@ def routed_stages(
       router_NSD: router vectors, at least float32.
       anchor: the dense layer after each stage.
       anchor_params: its parameters, every leaf [N, ...].
+      lead: a layer for every token before each interval, an equal share of a stage's sparse layers
+        (Routed-FFN: attention). The token-choice bias starts again behind it.
+      lead_params: its parameters, every leaf [N, P, ...] for P intervals; P divides S.
+      reads_stream: whether `update` also takes the whole stream and its data, with gradient.
 
     The other arguments and the result are those of `routed_stage`.
     """
     count = routing.capacity(x_BLD.shape[1], sparsity)
-    static = _Static(update, count, bias_scale, anchor)
-    return _stages(static, params, router_NSD, anchor_params, x_BLD, positions, valid_BL)
+    static = _Static(update, count, bias_scale, anchor, lead, reads_stream)
+    dense_params = anchor_params, lead_params
+    return _stages(static, params, router_NSD, dense_params, x_BLD, positions, valid_BL)
 
 
 class _Static(NamedTuple):
     update: RowUpdate
     capacity: int
     tau: float
-    anchor: Anchor | None
+    anchor: Dense | None
+    lead: Dense | None
+    reads_stream: bool
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _stages(static, params, router_NSD, anchor_params, x_BLD, positions, valid_BL):
-    arguments = (params, router_NSD, anchor_params, x_BLD, positions, valid_BL)
+def _stages(static, params, router_NSD, dense_params, x_BLD, positions, valid_BL):
+    arguments = (params, router_NSD, dense_params, x_BLD, positions, valid_BL)
     return _stages_forward(static, *arguments)[0]
 
 
@@ -173,30 +184,65 @@ def _write(tree: Any, new: Any, *index: Any) -> Any:
     return jax.tree.map(one, tree, new)
 
 
-def _apply(update, params, rows_BCD, positions_BC, z_BC, valid_BC):
+def _apply(update, params, rows_BCD, positions_BC, z_BC, valid_BC, *stream):
     """New rows of one layer; rows of padding (selected only when nothing else is left) stay."""
-    new_BCD = update(params, rows_BCD, positions_BC, jax.nn.sigmoid(z_BC)).astype(rows_BCD.dtype)
+    new_BCD = update(params, rows_BCD, positions_BC, jax.nn.sigmoid(z_BC), *stream)
+    new_BCD = new_BCD.astype(rows_BCD.dtype)
     return new_BCD if valid_BC is None else jnp.where(valid_BC[..., None], new_BCD, rows_BCD)
 
 
-def _stages_forward(static, params, router_NSD, anchor_params, x_BLD, positions, valid_BL):
-    def stage(x_BLD, n):
+def intervals(router_SD: jax.Array, lead_params: Any) -> jax.Array:
+    """Routers of a stage by interval [P, S/P, D]: as many as it has leads, one without."""
+    leaves = jax.tree.leaves(lead_params)
+    count = leaves[0].shape[1] if leaves else 1
+    return router_SD.reshape(count, -1, router_SD.shape[-1])
+
+
+def _stages_forward(static, params, router_NSD, dense_params, x_BLD, positions, valid_BL):
+    anchor_params, lead_params = dense_params
+
+    def interval(n, x_BLD, p, router_SD):
+        lead_saved = None
+        if static.lead is not None:
+            lead_params_n = at(lead_params, n, p)
+            y_BLD, lead_saved = static.lead.forward(lead_params_n, x_BLD, positions)
+            lead_saved = x_BLD, lead_saved
+            x_BLD = y_BLD
+        index = (n, p * len(router_SD))
         x_BLD, aux, layers = _sparse_forward(
-            static, params, n, router_NSD[n], x_BLD, positions, valid_BL
+            static, params, index, router_SD, x_BLD, positions, valid_BL
         )
+        return x_BLD, (aux, (layers, lead_saved))
+
+    def stage(x_BLD, n):
+        router_PSD = intervals(router_NSD[n], lead_params)
+        body = functools.partial(interval, n)
+        x_BLD, (aux, sparse) = _scan_intervals(body, x_BLD, router_PSD)
+        aux = jax.tree.map(lambda leaf: leaf.reshape(-1), aux)
         if static.anchor is None:
-            return x_BLD, (aux, (x_BLD, layers, None))
+            return x_BLD, (aux, (x_BLD, sparse, None))
         y_BLD, saved = static.anchor.forward(at(anchor_params, n), x_BLD, positions)
-        return y_BLD, (aux, (x_BLD, layers, saved))
+        return y_BLD, (aux, (x_BLD, sparse, saved))
 
     x_BLD, (aux, saved) = lax.scan(stage, x_BLD, jnp.arange(len(router_NSD)))
-    residuals = (params, router_NSD, anchor_params, positions, valid_BL, saved)
+    residuals = (params, router_NSD, dense_params, positions, valid_BL, saved)
     return StageOutput(x_BLD, *aux), residuals
 
 
-def _sparse_forward(static, params, n, router_SD, x_BLD, positions, valid_BL):
-    """The sparse layers of stage n: the stream, auxiliaries, and what the way back needs."""
-    S = len(router_SD)
+def _scan_intervals(body, carry, router_PSD, *items, reverse=False):
+    """``body(carry, p, routers, *items)`` over the intervals; no loop around a single one."""
+    P = len(router_PSD)
+    if P == 1:
+        first = jax.tree.map(lambda leaf: leaf[0], (router_PSD, *items))
+        carry, out = body(carry, 0, *first)
+        return carry, jax.tree.map(lambda leaf: leaf[None], out)
+    step = lambda carry, item: body(carry, *item)
+    return lax.scan(step, carry, (jnp.arange(P), router_PSD, *items), reverse=reverse)
+
+
+def _sparse_forward(static, params, index, router_SD, x_BLD, positions, valid_BL):
+    """Sparse layers of one interval: the stream, auxiliaries, and what the way back needs."""
+    S, (n, first) = len(router_SD), index
 
     def layer(carry, s):
         x_BLD, logits_BLS, chosen_BL = carry
@@ -204,8 +250,11 @@ def _sparse_forward(static, params, n, router_SD, x_BLD, positions, valid_BL):
         pick = routing.select_top_k(_compete(z_BL, valid_BL), static.capacity)
         idx_BC, mask_BL = pick.idx_BC, _and(pick.mask_BL, valid_BL)
         rows_BCD, z_BC, positions_BC, valid_BC = _take((x_BLD, z_BL, positions, valid_BL), idx_BC)
-        layer_params = at(params, n, s)
-        new_BCD = _apply(static.update, layer_params, rows_BCD, positions_BC, z_BC, valid_BC)
+        stream = (x_BLD, positions) if static.reads_stream else ()
+        layer_params = at(params, n, first + s)
+        new_BCD = _apply(
+            static.update, layer_params, rows_BCD, positions_BC, z_BC, valid_BC, *stream
+        )
         x_BLD = routing.put_rows(x_BLD, idx_BC, new_BCD)
         if S > 1:
             logits_BLS = routing.put_rows(logits_BLS, idx_BC, read_logits(new_BCD, router_SD))
@@ -222,37 +271,58 @@ def _sparse_forward(static, params, n, router_SD, x_BLD, positions, valid_BL):
 
 
 def _stages_backward(static, residuals, bars):
-    params, router_NSD, anchor_params, positions, valid_BL, saved = residuals
+    params, router_NSD, dense_params, positions, valid_BL, saved = residuals
+    anchor_params, lead_params = dense_params
     fresh = lambda tree: jax.tree.map(lambda leaf: lax.empty(leaf.shape, leaf.dtype), tree)
 
+    def interval(n, carry, p, router_SD, sparse, dalign_S):
+        dx_BLD, x_BLD, dparams, dleads = carry
+        layers, lead_saved = sparse
+        arguments = (params, (n, p * len(router_SD)), router_SD, x_BLD, positions, valid_BL)
+        dx_BLD, dparams, dw_SD = _sparse_backward(
+            static, *arguments, layers, dalign_S, dx_BLD, dparams
+        )
+        if static.lead is not None:
+            x_BLD, lead_saved = lead_saved
+            dlead, dx_BLD = static.lead.backward(
+                at(lead_params, n, p), x_BLD, positions, lead_saved, dx_BLD
+            )
+            dleads = _write(dleads, dlead, n, p)
+        return (dx_BLD, x_BLD, dparams, dleads), dw_SD
+
     def stage(carry, item):
-        dx_BLD, dparams, danchors = carry
-        n, (x_BLD, layers, anchor_saved), dalign_S = item
+        dx_BLD, dparams, danchors, dleads = carry
+        n, (x_BLD, sparse, anchor_saved), dalign_S = item
         if static.anchor is not None:
             danchor, dx_BLD = static.anchor.backward(
                 at(anchor_params, n), x_BLD, positions, anchor_saved, dx_BLD
             )
             danchors = _write(danchors, danchor, n)
-        arguments = (params, n, router_NSD[n], x_BLD, positions, valid_BL, layers, dalign_S)
-        dx_BLD, dparams, dw_SD = _sparse_backward(static, *arguments, dx_BLD, dparams)
-        return (dx_BLD, dparams, danchors), dw_SD
+        router_PSD = intervals(router_NSD[n], lead_params)
+        items = (sparse, dalign_S.reshape(router_PSD.shape[:2]))
+        carry = (dx_BLD, x_BLD, dparams, dleads)
+        body = functools.partial(interval, n)
+        carry, dw_PSD = _scan_intervals(body, carry, router_PSD, *items, reverse=True)
+        dx_BLD, _, dparams, dleads = carry
+        return (dx_BLD, dparams, danchors, dleads), dw_PSD.reshape(router_NSD.shape[1:])
 
-    start = (bars.x_BLD, fresh(params), fresh(anchor_params))
+    start = (bars.x_BLD, fresh(params), fresh(anchor_params), fresh(lead_params))
     items = (jnp.arange(len(router_NSD)), saved, bars.alignment_S)
-    (dx_BLD, dparams, danchors), dw_NSD = lax.scan(stage, start, items, reverse=True)
-    return dparams, dw_NSD, danchors, dx_BLD, None, None
+    carry, dw_NSD = lax.scan(stage, start, items, reverse=True)
+    dx_BLD, dparams, *ddense = carry
+    return dparams, dw_NSD, tuple(ddense), dx_BLD, None, None
 
 
 def _sparse_backward(
-    static, params, n, router_SD, x_BLD, positions, valid_BL, layers, dalign_S, dx_BLD, dparams
+    static, params, index, router_SD, x_BLD, positions, valid_BL, layers, dalign_S, dx_BLD, dparams
 ):
-    """Walks the sparse layers of stage n in reverse; see the module's head.
+    """Walks the sparse layers of an interval in reverse; see the module's head.
 
     `g_BLS` holds d loss / d logits of the layers walked so far, for the CURRENT version of each
     row. When a row's version ends (the layer that wrote it is reached), its logits' gradients flow
     to that version and to the routers, and start again from zero for the version before.
     """
-    S, wide = len(router_SD), router_SD.dtype
+    S, wide, (n, first) = len(router_SD), router_SD.dtype, index
 
     def layer(carry, item):
         dx_BLD, x_BLD, g_BLS, dw_SD, dparams = carry
@@ -260,23 +330,25 @@ def _sparse_backward(
         dnew_BCD, g_BCS, z_BC, positions_BC, valid_BC = _take(
             (dx_BLD, g_BLS, z_BL, positions, valid_BL), idx_BC
         )
-        new_BCD, pull = jax.vjp(
-            lambda layer, rows, z: _apply(static.update, layer, rows, positions_BC, z, valid_BC),
-            at(params, n, s),
-            rows_BCD,
-            z_BC,
+        x_BLD = routing.put_rows(x_BLD, idx_BC, rows_BCD)
+        apply = lambda layer, rows, z, *stream: _apply(
+            static.update, layer, rows, positions_BC, z, valid_BC, *stream
         )
+        stream = (x_BLD, positions) if static.reads_stream else ()
+        layer_params = at(params, n, first + s)
+        new_BCD, pull = jax.vjp(apply, layer_params, rows_BCD, z_BC, *stream)
         if S > 1:
             dw_SD += jnp.einsum("bcs,bcd->sd", g_BCS, new_BCD.astype(wide))
             dnew_BCD += jnp.einsum("bcs,sd->bcd", g_BCS, router_SD).astype(dnew_BCD.dtype)
             g_BLS = routing.put_rows(g_BLS, idx_BC, jnp.zeros_like(g_BCS))
-        dlayer, drows_BCD, dz_BC = pull(dnew_BCD)
+        dlayer, drows_BCD, dz_BC, *dstream = pull(dnew_BCD)
         dz_BL = _alignment_gradient(z_BL, idx_BC, valid_BL, valid_BC) * dalign
         dz_BL = jax.vmap(lambda dz, idx, new: dz.at[idx].add(new))(dz_BL, idx_BC, dz_BC)
         g_BLS = lax.dynamic_update_index_in_dim(g_BLS, dz_BL, s, 2)
         dx_BLD = routing.put_rows(dx_BLD, idx_BC, drows_BCD)
-        x_BLD = routing.put_rows(x_BLD, idx_BC, rows_BCD)
-        return (dx_BLD, x_BLD, g_BLS, dw_SD, _write(dparams, dlayer, n, s)), None
+        if dstream:
+            dx_BLD += dstream[0]
+        return (dx_BLD, x_BLD, g_BLS, dw_SD, _write(dparams, dlayer, n, first + s)), None
 
     zeros_BLS = jnp.zeros((*x_BLD.shape[:2], S), wide)
     start = (dx_BLD, x_BLD, zeros_BLS, jnp.zeros_like(router_SD), dparams)

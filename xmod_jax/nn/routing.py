@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 # Selections are sorted, without repeats: the compiler need not guard against collisions.
+_FEW_ROWS = 8  # bucket sizes are multiples of this
 _INDEXED = {"indices_are_sorted": True, "unique_indices": True}
 
 
@@ -72,14 +73,16 @@ def bucket_sizes(context_length: int, sparsity: int) -> tuple[int, ...]:
 
     Around the trained load C = ceil(L/K) they are spaced by a quarter, since a calibrated router's
     count scatters around C and a coarse step would waste up to half of the work; then they double.
+    Sizes a few rows apart are one: every size is compiled, and a few rows save nothing.
     """
     C = capacity(context_length, sparsity)
-    sizes = {0, -(-C // 2), C, -(-5 * C // 4), -(-3 * C // 2), context_length}
+    sizes = [0, -(-C // 2), C, -(-5 * C // 4), -(-3 * C // 2), context_length]
     size = 2 * C
     while size < context_length:
-        sizes.add(size)
+        sizes.append(size)
         size *= 2
-    return tuple(sorted({min(size, context_length) for size in sizes}))
+    whole = (-(-size // _FEW_ROWS) * _FEW_ROWS for size in sizes)
+    return tuple(sorted({min(size, context_length) for size in whole}))
 
 
 def alignment_loss(z_BL: jax.Array, mask_BL: jax.Array, valid_BL: jax.Array | None) -> jax.Array:

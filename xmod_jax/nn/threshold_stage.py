@@ -17,21 +17,25 @@ import jax.numpy as jnp
 from jax import lax
 
 from xmod_jax.nn import routing
-from xmod_jax.nn.routed_stage import Anchor, RowUpdate, at, read_logits
+from xmod_jax.nn.routed_stage import Dense, RowUpdate, at, intervals, read_logits
 
 PAPER_THRESHOLD = 0.0  # of the biased logit: sigmoid(0) = 0.5
 
 
 class ThresholdOutput(NamedTuple):
-    """What stages under threshold routing return; statistics have a leading axis of stages.
+    """What stages under threshold routing return.
+
+    An interval is a run of sparse layers between two layers that change every token: a stage, or a
+    part of one where it has leads. From `threshold_stages` the fields have leading axes: [N] for
+    `routed_S`, [N, P] for the others, with P intervals of a stage.
 
     Attributes:
       x_BLD: the stream after the last stage.
       routed_S: share of the valid tokens routed to each layer.
-      coverage: share of tokens that at least one layer of the stage updated, mean over sequences.
+      coverage: share of tokens that a layer of the interval updated, mean over sequences.
       jaccard_B: overlap of consecutive layers' token sets, mean over a sequence's pairs with a
         non-empty union; NaN where there is none.
-      updates: [S + 1] number of tokens with 0, 1, ... S updates in the stage.
+      updates: [S/P + 1] number of tokens with 0, 1, ... updates in the interval.
     """
 
     x_BLD: jax.Array
@@ -63,7 +67,7 @@ def threshold_stage(
     options: dict[str, Any] = {"sparsity": sparsity, "bias_scale": bias_scale, "valid_BL": valid_BL}
     threshold_NS = threshold_S[None]
     out = threshold_stages(update, params, router_NSD, x_BLD, positions, threshold_NS, **options)
-    return ThresholdOutput(out.x_BLD, *(field[0] for field in out[1:]))
+    return ThresholdOutput(out.x_BLD, out.routed_S[0], *(field[0, 0] for field in out[2:]))
 
 
 def threshold_stages(
@@ -77,8 +81,11 @@ def threshold_stages(
     sparsity: int,
     bias_scale: float = 1.0,
     valid_BL: jax.Array | None = None,
-    anchor: Anchor | None = None,
+    anchor: Dense | None = None,
     anchor_params: Any = None,
+    lead: Dense | None = None,
+    lead_params: Any = None,
+    reads_stream: bool = False,
 ) -> ThresholdOutput:
     """Runs N stages; token i enters layer s iff ``s_i - tau * b_i >= threshold_NS[n, s]``.
 
@@ -87,35 +94,45 @@ def threshold_stages(
     """
     real_BL = jnp.ones(x_BLD.shape[:2], bool) if valid_BL is None else valid_BL
     sizes = routing.bucket_sizes(x_BLD.shape[1], sparsity)
-    buckets = [_bucket(update, size) for size in sizes]
+    buckets = [_bucket(update, size, reads_stream) for size in sizes]
+
+    def interval(n, x_BLD, item):
+        p, router_SD, threshold_S = item
+        if lead is not None:
+            x_BLD, _ = lead.forward(at(lead_params, n, p), x_BLD, positions)
+        index = (n, p * len(router_SD))
+        run = functools.partial(_run_layer, sizes, buckets, params, index, router_SD, positions)
+        output = _run_interval(run, router_SD, x_BLD, threshold_S, bias_scale, real_BL)
+        return output.x_BLD, output[1:]
 
     def stage(x_BLD, item):
         n, router_SD, threshold_S = item
-        run = functools.partial(_run_layer, sizes, buckets, params, n, router_SD, positions)
-        output = _run_stage(run, router_SD, x_BLD, threshold_S, bias_scale, real_BL)
-        x_BLD = output.x_BLD
+        router_PSD = intervals(router_SD, lead_params)
+        items = (jnp.arange(len(router_PSD)), router_PSD, threshold_S.reshape(len(router_PSD), -1))
+        x_BLD, statistics = lax.scan(functools.partial(interval, n), x_BLD, items)
         if anchor is not None:
             x_BLD, _ = anchor.forward(at(anchor_params, n), x_BLD, positions)
-        return x_BLD, output[1:]
+        return x_BLD, statistics
 
     items = (jnp.arange(len(router_NSD)), router_NSD, threshold_NS)
-    x_BLD, statistics = lax.scan(stage, x_BLD, items)
-    return ThresholdOutput(x_BLD, *statistics)
+    x_BLD, (routed, *others) = lax.scan(stage, x_BLD, items)
+    return ThresholdOutput(x_BLD, routed.reshape(threshold_NS.shape), *others)
 
 
 def _run_layer(
-    sizes, buckets, params, n, router_SD, positions, s, x_BLD, logits_BLS, mask_BL, z_BL
+    sizes, buckets, params, index, router_SD, positions, s, x_BLD, logits_BLS, mask_BL, z_BL
 ):
-    """Layer s of stage n in the smallest bucket that holds every routed token."""
+    """Layer s of an interval in the smallest bucket that holds every routed token."""
     need = jnp.max(jnp.sum(mask_BL, axis=-1))
     which = jnp.searchsorted(jnp.asarray(sizes), need)
+    n, first = index
     # Parameters are sliced inside the taken branch: an empty layer does not touch its own.
-    arguments = (params, n, s, router_SD, x_BLD, logits_BLS, positions, mask_BL, z_BL)
+    arguments = (params, n, first + s, router_SD, x_BLD, logits_BLS, positions, mask_BL, z_BL)
     return lax.switch(which, buckets, *arguments)
 
 
-def _run_stage(run, router_SD, x_BLD, threshold_S, bias_scale, real_BL) -> ThresholdOutput:
-    """The sparse layers of one stage, with the statistics of their selections."""
+def _run_interval(run, router_SD, x_BLD, threshold_S, bias_scale, real_BL) -> ThresholdOutput:
+    """The sparse layers of one interval, with the statistics of their selections."""
     B, L, _ = x_BLD.shape
     S, wide = len(router_SD), router_SD.dtype
 
@@ -143,7 +160,7 @@ def _run_stage(run, router_SD, x_BLD, threshold_S, bias_scale, real_BL) -> Thres
     return ThresholdOutput(x_BLD, routed_S, jnp.mean(covered_B), overlap_B / pairs_B, updates)
 
 
-def _bucket(update: RowUpdate, size: int):
+def _bucket(update: RowUpdate, size: int, reads_stream: bool):
     """One layer over at most `size` routed rows of each sequence."""
 
     def run(params, n, s, router_SD, x_BLD, logits_BLS, positions, mask_BL, z_BL):
@@ -152,7 +169,9 @@ def _bucket(update: RowUpdate, size: int):
         idx_BM = routing.compact(mask_BL, size)
         take = lambda leaf: routing.take_rows(leaf, idx_BM)
         score_BM = jax.nn.sigmoid(take(z_BL))
-        new_BMD = update(at(params, n, s), take(x_BLD), jax.tree.map(take, positions), score_BM)
+        stream = (x_BLD, positions) if reads_stream else ()
+        rows_BMD, data = take(x_BLD), jax.tree.map(take, positions)
+        new_BMD = update(at(params, n, s), rows_BMD, data, score_BM, *stream)
         new_BMD = new_BMD.astype(x_BLD.dtype)
         x_BLD = routing.put_rows(x_BLD, idx_BM, new_BMD)
         if len(router_SD) > 1:

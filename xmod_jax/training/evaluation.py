@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xmod_jax.model import Decoder, Route, Threshold, Thresholds, TopK
+from xmod_jax.nn.moe import ExpertOutput
 from xmod_jax.training.compilation import jit
 from xmod_jax.training.loss import cross_entropy
 
@@ -35,10 +36,11 @@ def batch_statistics(model: Decoder, tokens_BL1: jax.Array, route: Route) -> dic
     fields = {"agreement_S": "agreement"}
     if isinstance(route, Threshold):
         fields = {"routed_S": "routed", "coverage": "coverage", "jaccard_B": "jaccard"}
+    stages = [out for out in outputs if not isinstance(out, ExpertOutput)]
     statistics = {
-        name: jnp.concatenate([getattr(out, field).ravel() for out in outputs])
+        name: jnp.concatenate([getattr(out, field).ravel() for out in stages])
         for field, name in fields.items()
-        if outputs
+        if stages
     }
     return {"loss": loss} | {name: jnp.nanmean(value) for name, value in statistics.items()}
 

@@ -12,6 +12,7 @@ from optax import contrib
 from xmod_jax.config import OptimizerConfig
 
 UPDATE_RMS = 0.2  # of a Muon update, times the learning rate: that of a typical AdamW update
+_STACKED = {".sparse.": 2, ".lead.": 2, ".prefix.": 1, ".anchor.": 1}  # axes before a layer's own
 _LAST_TWO = contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
 
 
@@ -34,14 +35,18 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 def labels(model: Any, matrices: str) -> Any:
     """A tree like `model`: `matrices` for each matrix inside a layer, ``"adamw"`` for the rest.
 
-    Leaves are stacked over layers (prefix, anchors: one axis; sparse layers: stages and layers), so
-    the number of axes alone does not tell a stacked router vector from a matrix.
+    Leaves are stacked over layers (prefix, anchors: one axis; sparse layers and leads: stages and
+    layers), so the number of axes alone does not tell a stacked router vector from a matrix. A MoE
+    router is AdamW's, as router vectors are; expert biases are no parameters and get ``"none"``.
     """
 
     def label(path: Any, leaf: jax.Array) -> str:
         name = jax.tree_util.keystr(path)
-        stacked = 2 if ".sparse." in name else 1 if ".prefix." in name or ".anchor." in name else 0
-        return matrices if stacked and leaf.ndim - stacked >= 2 else "adamw"
+        stacked = next((axes for part, axes in _STACKED.items() if part in name), 0)
+        if ".ffn.bias" in name:
+            return "none"
+        matrix = stacked and leaf.ndim - stacked >= 2 and ".ffn.router" not in name
+        return matrices if matrix else "adamw"
 
     return jax.tree_util.tree_map_with_path(label, model)
 
@@ -64,6 +69,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     return optax.chain(
         optax.clip_by_global_norm(config.clip),
         optax.partition(
-            {"muon": muon, "adamw": adamw}, lambda model: labels(model, config.matrices)
+            {"muon": muon, "adamw": adamw, "none": optax.set_to_zero()},
+            lambda model: labels(model, config.matrices),
         ),
     )

@@ -16,6 +16,8 @@ from flax import nnx
 
 from xmod_jax.config import RunConfig
 from xmod_jax.model import Decoder, Thresholds, TopK
+from xmod_jax.nn.moe import ExpertBias, move_bias
+from xmod_jax.nn.routed_stage import StageOutput
 from xmod_jax.training.compilation import jit
 from xmod_jax.training.loss import cross_entropy
 from xmod_jax.training.optimizer import learning_rate, make_optimizer
@@ -45,39 +47,62 @@ class Metrics(NamedTuple):
 
     Attributes:
       loss: mean negative log-likelihood under top-k routing, in nats per token.
-      alignment_loss: mean over sparse layers, before its coefficient.
+      alignment_loss: mean over sparse layers, before its coefficient; 0 without any.
+      balance_loss: mean over MoE layers, before its coefficient; 0 without any.
+      max_load: largest load of an expert relative to an equal share, mean over MoE layers.
       grad_norm: global norm before clipping.
       learning_rate: of this step.
     """
 
     loss: jax.Array
     alignment_loss: jax.Array
+    balance_loss: jax.Array
+    max_load: jax.Array
     grad_norm: jax.Array
     learning_rate: jax.Array
 
 
+class Auxiliary(NamedTuple):
+    """What the objective gives beside itself; means over a batch.
+
+    Attributes:
+      loss: negative log-likelihood in nats per token.
+      alignment: router alignment loss, mean over sparse layers.
+      balance: load-balancing loss, mean over MoE layers.
+      kth: smallest selected logit of every sparse layer.
+      load: share of every expert [N, X]; None without experts.
+    """
+
+    loss: jax.Array
+    alignment: jax.Array
+    balance: jax.Array
+    kth: Thresholds
+    load: jax.Array | None
+
+
 def training_loss(
     model: Decoder, tokens_BL1: jax.Array, alignment: float
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array, Thresholds]]:
-    """Mean loss of a batch with the router alignment loss added (SPEC 3).
+) -> tuple[jax.Array, Auxiliary]:
+    """Mean loss of a batch, with the router alignment loss and MoE's balancing loss (SPEC 3, 4).
 
     Args:
       model: the decoder.
       tokens_BL1: int32 [B, L + 1], inputs and targets.
       alignment: coefficient of the alignment loss, itself a mean over tokens and sparse layers.
-
-    Returns:
-      The objective, and as auxiliary: mean loss, mean alignment loss, smallest selected logits.
     """
     states_BLD, outputs = model(tokens_BL1[:, :-1], TopK())
     targets_BL = tokens_BL1[:, 1:]
     ones_BL = jnp.ones(targets_BL.shape, jnp.float32)
     loss = cross_entropy(states_BLD, model.head[...], targets_BL, ones_BL) / targets_BL.size
-    layers = max(1, model.config.hierarchy.sparse_layers)
-    aligned = sum((jnp.sum(out.alignment_S) for out in outputs), jnp.zeros((), jnp.float32))
-    aligned /= layers
-    kth = tuple(out.kth_S for out in outputs)
-    return loss + alignment * aligned, (loss, aligned, kth)
+    stages = [out for out in outputs if isinstance(out, StageOutput)]
+    aligned = sum((jnp.sum(out.alignment_S) for out in stages), jnp.zeros((), jnp.float32))
+    aligned /= max(1, model.config.hierarchy.sparse_layers)
+    balance, load, objective = jnp.zeros((), jnp.float32), None, loss + alignment * aligned
+    if model.config.moe is not None:
+        balance, load = jnp.mean(outputs[0].balance), outputs[0].load_X
+        objective += model.config.moe.balance * balance
+    kth = tuple(out.kth_S for out in stages)
+    return objective, Auxiliary(loss, aligned, balance, kth, load)
 
 
 def accumulated_gradient(model: Decoder, tokens_BL1: jax.Array, alignment: float, parts: int):
@@ -114,20 +139,39 @@ def make_step(config: RunConfig) -> Callable[[TrainState, Any], tuple[TrainState
     train = config.train
     optimizer = make_optimizer(train.optimizer, train.steps)
     rate = learning_rate(train.optimizer, train.steps)
-    decay = config.model.routing.calibration_decay
+    decay, moe = config.model.routing.calibration_decay, config.model.moe
 
     def step(state: TrainState, tokens_BL1: jax.Array) -> tuple[TrainState, Metrics]:
-        gradient, (loss, aligned, kth) = accumulated_gradient(
+        gradient, auxiliary = accumulated_gradient(
             state.model, tokens_BL1, train.alignment, train.accumulation
         )
         updates, optimizer_state = optimizer.update(gradient, state.optimizer, state.model)
         # A plain mean at first, then exponential: the start value leaves no trace.
         age = state.step.astype(jnp.float32)
         keep = jnp.minimum(decay, age / (age + 1))
-        thresholds = jax.tree.map(lambda t, new: keep * t + (1 - keep) * new, state.thresholds, kth)
+        thresholds = jax.tree.map(
+            lambda t, new: keep * t + (1 - keep) * new, state.thresholds, auxiliary.kth
+        )
         model = optax.apply_updates(state.model, updates)
-        norm = optax.global_norm(gradient)
-        metrics = Metrics(loss, aligned, norm, jnp.asarray(rate(state.step), jnp.float32))
+        max_load = jnp.zeros((), jnp.float32)
+        if moe is not None:
+            model = _balanced(model, auxiliary.load, moe.bias_rate)
+            max_load = jnp.mean(auxiliary.load.max(-1) / auxiliary.load.mean(-1))
+        metrics = Metrics(
+            auxiliary.loss,
+            auxiliary.alignment,
+            auxiliary.balance,
+            max_load,
+            optax.global_norm(gradient),
+            jnp.asarray(rate(state.step), jnp.float32),
+        )
         return TrainState(model, optimizer_state, thresholds, state.step + 1), metrics
 
     return step
+
+
+def _balanced(model: Decoder, load_NX: jax.Array, rate: float) -> Decoder:
+    """The model with every expert's selection bias moved against its load."""
+    is_bias = lambda leaf: isinstance(leaf, ExpertBias)
+    move = lambda leaf: leaf.replace(move_bias(leaf[...], load_NX, rate)) if is_bias(leaf) else leaf
+    return jax.tree.map(move, model, is_leaf=is_bias)

@@ -1,0 +1,171 @@
+"""Mixture of experts in place of a dense FFN (SPEC 4): dropless, fine-grained, shared experts.
+
+Balanced twice: by an auxiliary loss on the router's scores, and by a bias that moves against an
+expert's load and enters the selection only (Wang et al., auxiliary-loss-free load balancing).
+
+Shapes: B batch, L context, T = B*L tokens, D width, X routed experts, k active experts of a token,
+F expert width, N layers.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from xmod_jax.config import Backbone, MoE
+from xmod_jax.nn.attention import Saved
+from xmod_jax.nn.grouped import Groups, block_rows, collect, grouped_matmul, sort_by_group, spread
+from xmod_jax.nn.layers import Attention, Phases, RMSNorm, SwiGLU, matrix
+
+
+class ExpertBias(nnx.Variable):
+    """Selection bias of every expert: state that moves with the load, without a gradient."""
+
+
+class ExpertOutput(NamedTuple):
+    """What MoE layers return beside the stream; a leading axis of layers [N] where several.
+
+    Attributes:
+      balance: auxiliary load-balancing loss, differentiable; 1 when balanced.
+      load_X: share of the valid tokens' copies that each routed expert got; no gradient.
+    """
+
+    balance: jax.Array
+    load_X: jax.Array
+
+
+class Choice(NamedTuple):
+    """Which experts each token passes; saved for the backward pass.
+
+    Attributes:
+      expert_Tk: int32; X for tokens of padding.
+      groups: where the copies stand.
+    """
+
+    expert_Tk: jax.Array
+    groups: Groups
+
+
+class Experts(nnx.Module):
+    """Routed experts, a router over them, and the shared experts as one FFN of their joint width.
+
+    A token's routed part is the sum of its chosen experts, weighted by their sigmoid scores, which
+    are scaled to a mean of 1: with equal scores it is a dense FFN of the same active width.
+    """
+
+    def __init__(self, d_model: int, config: MoE, *, rngs: nnx.Rngs):
+        X, F = config.experts, config.d_expert
+        self.router = matrix(rngs, d_model, X)
+        self.bias = ExpertBias(jnp.zeros(X, jnp.float32))
+        self.gate = matrix(rngs, X, d_model, F)
+        self.up = matrix(rngs, X, d_model, F)
+        self.down = matrix(rngs, X, F, d_model)
+        self.shared = SwiGLU(d_model, config.shared * F, rngs=rngs) if config.shared else None
+        self.active = config.active
+
+    def __call__(
+        self, x_BLD: jax.Array, valid_BL: jax.Array | None, choice: Choice | None
+    ) -> tuple[jax.Array, ExpertOutput, Choice]:
+        """Runs the experts on normalised states; `choice` gives what an earlier call chose."""
+        B, L, D = x_BLD.shape
+        x_TD = x_BLD.reshape(B * L, D)
+        valid_T = jnp.ones(B * L, bool) if valid_BL is None else valid_BL.reshape(-1)
+        wide = jnp.promote_types(jnp.float32, x_BLD.dtype)
+        score_TX = jax.nn.sigmoid(jnp.matmul(x_TD.astype(wide), self.router[...].astype(wide)))
+        X = score_TX.shape[1]
+        block = block_rows(B * L * self.active, X)
+        if choice is None:
+            _, expert_Tk = jax.lax.top_k(
+                jax.lax.stop_gradient(score_TX) + self.bias[...], self.active
+            )
+            expert_Tk = jnp.where(valid_T[:, None], expert_Tk, X)
+            choice = Choice(expert_Tk, sort_by_group(expert_Tk, X, block))
+        groups = choice.groups
+        chosen_Tk = jnp.take_along_axis(score_TX, jnp.minimum(choice.expert_Tk, X - 1), axis=1)
+        weight_Tk = self.active * chosen_Tk / jnp.sum(chosen_Tk, axis=1, keepdims=True)
+        rows_MD = spread(x_TD, groups)
+        product = lambda rows, weight: grouped_matmul(rows, weight[...], groups.size_X, block)
+        hidden_MF = jax.nn.silu(product(rows_MD, self.gate)) * product(rows_MD, self.up)
+        out_BLD = collect(product(hidden_MF, self.down), weight_Tk, groups).reshape(B, L, D)
+        if self.shared is not None:
+            out_BLD = out_BLD + self.shared(x_BLD)
+        return out_BLD, _balance(score_TX, groups.size_X, valid_T, self.active), choice
+
+
+def _balance(score_TX, size_X, valid_T, active) -> ExpertOutput:
+    """Expert's load times its mean share of the scores, summed over experts and scaled by X."""
+    count = jnp.maximum(jnp.sum(valid_T), 1)
+    load_X = size_X / (count * active)
+    share_TX = score_TX / jnp.sum(score_TX, axis=1, keepdims=True)
+    mean_X = jnp.sum(jnp.where(valid_T[:, None], share_TX, 0), axis=0) / count
+    return ExpertOutput(len(load_X) * jnp.sum(load_X * mean_X), load_X)
+
+
+def move_bias(bias_NX: jax.Array, load_NX: jax.Array, rate: float) -> jax.Array:
+    """Biases after a step: down for an expert above the mean load, up below, then recentred.
+
+    Without recentring their mean drifts, and with it the meaning of every score.
+    """
+    moved_NX = bias_NX + rate * jnp.sign(jnp.mean(load_NX, -1, keepdims=True) - load_NX)
+    return moved_NX - jnp.mean(moved_NX, axis=-1, keepdims=True)
+
+
+class MoEBlock(nnx.Module):
+    """A decoder layer whose FFN is `Experts`."""
+
+    def __init__(self, backbone: Backbone, config: MoE, *, rngs: nnx.Rngs):
+        self.attention_norm = RMSNorm(backbone.d_model, backbone.norm_eps)
+        self.attention = Attention(backbone, rngs=rngs)
+        self.ffn_norm = RMSNorm(backbone.d_model, backbone.norm_eps)
+        self.ffn = Experts(backbone.d_model, config, rngs=rngs)
+
+
+SavedLayer = tuple[Saved, Choice] | None
+
+
+def moe_forward(
+    block: MoEBlock,
+    x_BLD: jax.Array,
+    phases: Phases,
+    valid_BL: jax.Array | None,
+    saved: SavedLayer = None,
+) -> tuple[jax.Array, ExpertOutput, SavedLayer]:
+    """One layer: the new stream, its balance, and what the backward pass need not do again."""
+    attended, choice = (None, None) if saved is None else saved
+    a_BLD, attended = block.attention(block.attention_norm(x_BLD), phases, attended)
+    u_BLD = x_BLD + a_BLD
+    f_BLD, output, choice = block.ffn(block.ffn_norm(u_BLD), valid_BL, choice)
+    return u_BLD + f_BLD, output, (attended, choice)
+
+
+@jax.custom_vjp
+def moe_layer(
+    block: MoEBlock, x_BLD: jax.Array, phases: Phases, valid_BL: jax.Array | None
+) -> tuple[jax.Array, ExpertOutput]:
+    """`moe_forward` for training: keeps x, the attention output and the choice of experts."""
+    return moe_forward(block, x_BLD, phases, valid_BL)[:2]
+
+
+def _layer_forward(block, x_BLD, phases, valid_BL):
+    y_BLD, output, saved = moe_forward(block, x_BLD, phases, valid_BL)
+    return (y_BLD, output), (block, x_BLD, phases, valid_BL, saved)
+
+
+def _layer_backward(residuals: Any, bars: Any) -> Any:
+    block, x_BLD, phases, valid_BL, saved = residuals
+    bar_BLD, bar_output = bars
+    layer = lambda block, x_BLD: _differentiable(
+        *moe_forward(block, x_BLD, phases, valid_BL, saved)
+    )
+    dblock, dx_BLD = jax.vjp(layer, block, x_BLD)[1]((bar_BLD, bar_output.balance))
+    return dblock, dx_BLD, None, None
+
+
+def _differentiable(y_BLD, output, _):
+    return y_BLD, output.balance
+
+
+moe_layer.defvjp(_layer_forward, _layer_backward)
