@@ -12,8 +12,10 @@ def main_comparison(name: str, scale_name: str, size: str) -> Experiment:
     scale = SCALES[scale_name]
     runs = (
         scale.dense(name, size),
-        scale.run(name, "mod", "mod", size, architecture="mod", routing=Routing.mod()),
+        scale.run(name, "mod", "mod", scale.hierarchy("mod"), size, routing=Routing.mod()),
+        scale.moe(name, "moe_8_64", 8, size),
         scale.xmod(name, "A4K8", size),
+        scale.moe(name, "moe_8_128", 16, size),
         scale.xmod(name, "A3K16", size),
     )
     return Experiment(name, scale_name, runs)

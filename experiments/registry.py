@@ -26,6 +26,10 @@ FAMILIES = (
     "experiments.scale_sweep",
     "experiments.anchor_sweep",
     "experiments.main_comparison",
+    "experiments.controls",
+    "experiments.deep_sweep",
+    "experiments.pilot",
+    "experiments.recipe_sweeps",
 )
 
 

@@ -20,6 +20,7 @@ from xmod_jax.config import (
     Compute,
     DataConfig,
     ModelConfig,
+    MoE,
     OptimizerConfig,
     Routing,
     RunConfig,
@@ -27,6 +28,7 @@ from xmod_jax.config import (
 )
 from xmod_jax.hierarchy import Hierarchy
 
+PAPER_DEPTH = 28  # active layers of table 4's backbones
 REFERENCE_CONTEXT = 32768  # tokens; the context of the main comparison
 # Backbone: training compute C in paper FLOPs at 32k: the pilot and the main comparison (SPEC 6).
 PUBLISHED_COMPUTE = {"165M": 3e19, "556M": 1e20, "936M": 1.5e20, "1.65B": 2.5e20}
@@ -40,7 +42,10 @@ def published_compute(n_act: float) -> float:
     sweeps; decided to be that of the main comparison.
     """
     points = [
-        (accounting.n_act(ModelConfig(Backbone.from_name(name), Hierarchy.dense(28))), compute)
+        (
+            accounting.n_act(ModelConfig(Backbone.from_name(name), Hierarchy.dense(PAPER_DEPTH))),
+            compute,
+        )
         for name, compute in PUBLISHED_COMPUTE.items()
     ]
     x, y = np.log(np.array(points)).T
@@ -66,6 +71,7 @@ class Scale(abc.ABC):
       peak_lr: peak learning rate.
       compute: precision of matrix products.
       data: source of tokens.
+      budget: C of every run in paper FLOPs; None: what the backbone's size has, see `train_flops`.
     """
 
     name: str
@@ -80,6 +86,7 @@ class Scale(abc.ABC):
     peak_lr: float
     compute: Compute
     data: DataConfig
+    budget: float | None = None
 
     @abc.abstractmethod
     def backbone(self, size: str) -> Backbone:
@@ -101,36 +108,34 @@ class Scale(abc.ABC):
         """Whether a sparse layer at the paper's `length` still routes two tokens or more."""
         return self.context(length) >= 2 * sparsity
 
+    def hierarchy(self, name: str) -> Hierarchy:
+        """`Hierarchy.from_name` at this scale's active depth and prefix."""
+        return Hierarchy.from_name(name, self.active_depth, self.prefix)
+
     def run(
         self,
         experiment: str,
         name: str,
-        hierarchy: str = "dense",
+        architecture: str,
+        hierarchy: Hierarchy,
         size: str = "556M",
         length: int = REFERENCE_CONTEXT,
-        architecture: str = "dense",
         routing: Routing | None = None,
+        moe: MoE | None = None,
     ) -> RunConfig:
         """One run at this scale.
 
         Args:
           experiment: the experiment's name.
           name: the run's name within it.
-          hierarchy: as `Hierarchy.from_name` takes it.
+          architecture: ``"dense"``, ``"mod"``, ``"xmod"``, ``"moe"``, ...
+          hierarchy: the layers.
           size: a backbone of table 4.
           length: the paper's context length, in tokens.
-          architecture: ``"dense"``, ``"mod"``, ``"xmod"``.
           routing: None for the X-MoD defaults.
-
-        Raises:
-          ValueError: the hierarchy cannot have this scale's active depth.
+          moe: experts in place of every FFN.
         """
-        model = ModelConfig(
-            self.backbone(size),
-            Hierarchy.from_name(hierarchy, self.active_depth, self.prefix),
-            routing or Routing(),
-            self.compute,
-        )
+        model = ModelConfig(self.backbone(size), hierarchy, routing or Routing(), self.compute, moe)
         train = self._train(model, size, length, cover=architecture == "dense")
         return RunConfig(
             experiment, name, architecture, self.family(size), self.name, model, train, self.data
@@ -140,7 +145,7 @@ class Scale(abc.ABC):
         self, experiment: str, size: str = "556M", length: int = REFERENCE_CONTEXT, name="dense"
     ) -> RunConfig:
         """The dense reference of a backbone and length: K = 1."""
-        return self.run(experiment, name, size=size, length=length)
+        return self.run(experiment, name, "dense", self.hierarchy("dense"), size, length)
 
     def xmod(
         self,
@@ -152,13 +157,26 @@ class Scale(abc.ABC):
     ) -> RunConfig:
         """An X-MoD run, named after its hierarchy: ``"A4K8"`` is ``"xmod_a4k8"``."""
         name = f"xmod_{hierarchy.lower()}{suffix}"
-        return self.run(experiment, name, hierarchy, size, length, architecture="xmod")
+        return self.run(experiment, name, "xmod", self.hierarchy(hierarchy), size, length)
+
+    def moe(
+        self,
+        experiment: str,
+        name: str,
+        sparsity: int,
+        size: str = "556M",
+        granularity: int = 8,
+        shared: int = 2,
+    ) -> RunConfig:
+        """A MoE run at L = 32k; see `MoE.fine_grained`."""
+        experts = MoE.fine_grained(self.backbone(size), sparsity, granularity, shared)
+        return self.run(experiment, name, "moe", self.hierarchy("dense"), size, moe=experts)
 
     def _train(self, model: ModelConfig, size: str, length: int, cover: bool) -> TrainConfig:
         context = self.context(length)
         batch = max(1, round(self.tokens_per_step / context))
         steps = accounting.steps_for_flops(
-            model, context, self.train_flops(size), batch * context, cover
+            model, context, self.budget or self.train_flops(size), batch * context, cover
         )
         return TrainConfig(
             context_length=context,
@@ -190,8 +208,8 @@ class PaperScale(Scale):
         return published_compute(accounting.n_act(dense))
 
     def family(self, size: str) -> str:
-        """The size: table 4's backbones have one depth."""
-        return size
+        """The size; with another active depth than table 4's backbones, also that."""
+        return size if self.active_depth == PAPER_DEPTH else f"{size}_depth{self.active_depth}"
 
 
 class MiniScale(Scale):
@@ -232,7 +250,7 @@ class MiniScale(Scale):
 
 PAPER = PaperScale(
     name="paper",
-    active_depth=28,
+    active_depth=PAPER_DEPTH,
     prefix=4,
     tokens_per_step=5 * 2**19,  # "about 2.5M": a multiple of every L
     micro_batches=10,

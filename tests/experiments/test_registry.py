@@ -16,6 +16,12 @@ EXPERIMENTS = [f"k_sweep_{length}k" for length in (2, 4, 8, 16, 32, 64)] + [
     "main_556m",
     "main_936m",
     "main_1650m",
+    "mechanism_controls",
+    "ablations",
+    "deep_sweep",
+    "pilot_32k",
+    "lr_sweep",
+    "alignment_sweep",
 ]
 SCALES = ("mini", "paper")
 
@@ -103,9 +109,60 @@ def test_a_pair_that_the_depth_cannot_hold_is_skipped_visibly():
 
 def test_main_comparison_rows():
     runs = registry.get("main_556m", "paper").runs
-    assert [run.name for run in runs] == ["dense", "mod", "xmod_a4k8", "xmod_a3k16"]
-    assert [run.model.hierarchy.depth for run in runs] == [28, 49, 161, 298]
-    assert [run.architecture for run in runs] == ["dense", "mod", "xmod", "xmod"]
+    names = ["dense", "mod", "moe_8_64", "xmod_a4k8", "moe_8_128", "xmod_a3k16"]
+    assert [run.name for run in runs] == names
+    assert [run.model.hierarchy.depth for run in runs] == [28, 49, 28, 161, 28, 298]
+    kinds = ["dense", "mod", "moe", "xmod", "moe", "xmod"]
+    assert [run.architecture for run in runs] == kinds
+    experts = [(m.active, m.experts, m.shared, m.d_expert) for r in runs if (m := r.model.moe)]
+    assert experts == [(6, 64, 2, 384), (6, 128, 2, 384)]
+
+
+def test_the_deep_sweep_reaches_412_layers_at_its_own_compute():
+    runs = registry.get("deep_sweep", "paper").runs
+    assert [run.name for run in runs] == ["deep_dense", *(f"deep_a1k{k}" for k in (4, 8, 12, 16))]
+    assert [run.model.hierarchy.depth for run in runs] == [52, 124, 220, 316, 412]
+    assert paper_flops(runs[0]) == pytest.approx(4e19, rel=1e-3)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_every_ablation_takes_one_part_away(scale):
+    whole, *parts = registry.get("ablations", scale).runs[1:]
+    layers = whole.model.hierarchy
+    by_name = {run.name.removeprefix("without_"): run.model for run in parts}
+    anchors = by_name["dense_anchors"].hierarchy
+    assert anchors.dense_layers == anchors.prefix == layers.prefix
+    assert by_name["dense_prefix"].hierarchy.prefix == 0
+    assert by_name["token_choice_bias"].routing.bias_scale == 0
+    assert by_name["gated_residual_scaling"].routing.update == "mod"
+    for model in by_name.values():
+        assert model.hierarchy.active_depth == layers.active_depth
+
+
+def test_controls_route_ffns_behind_attention_and_queries_alone():
+    runs = {run.name: run.model for run in registry.get("mechanism_controls", "paper").runs}
+    ffn = runs["routed_ffn_a4k8"]
+    assert [group.attentions for group in ffn.hierarchy.groups] == [3, 4]
+    assert ffn.routing.sparse == "ffn"
+    assert runs["selected_q_full_kv_a4k8"].routing.sparse == "full_kv"
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_the_pilot_is_the_anchor_sweep_and_twelve_moe_runs(scale):
+    pilot, anchors = registry.get("pilot_32k", scale), registry.get("anchor_sweep_32k", scale)
+    assert [config_hash(r) for r in pilot.runs[:25]] == [config_hash(r) for r in anchors.runs]
+    moe = {run.model.moe for run in pilot.runs[25:]} - {None}
+    assert len(moe) == 12
+    assert {(m.active + m.shared, m.shared) for m in moe if m} == {(2, 0), (4, 0), (8, 0), (8, 2)}
+
+
+def test_recipe_sweeps_have_the_papers_grids():
+    rates = [run.train.optimizer for run in registry.get("lr_sweep", "paper").runs]
+    for kind in ("muon", "adamw"):
+        got = [o.peak_lr for o in rates if o.matrices == kind]
+        assert got == pytest.approx([2**p * 1e-4 for p in range(8)])
+    runs = registry.get("alignment_sweep", "paper").runs[1:]
+    assert [r.train.alignment for r in runs] == pytest.approx([1e-2, 1e-3, 1e-4, 1e-5])
 
 
 @pytest.mark.parametrize(
