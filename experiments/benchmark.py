@@ -1,4 +1,4 @@
-"""Measures speed, memory and compile time of Dense, MoD and X-MoD against each other.
+"""Measures speed, memory and compile time of Dense, MoD, MoE and X-MoD against each other.
 
     python -m experiments.benchmark --suite=training [--context=2048] [--batch=4] [--output=FILE]
 
@@ -19,6 +19,7 @@ import dataclasses
 import functools
 import json
 import platform
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -28,13 +29,15 @@ from absl import flags
 
 from experiments import cli, tables
 from xmod_jax import accounting, records
-from xmod_jax.config import BYTE_VOCABULARY, Backbone, ModelConfig, Routing
+from xmod_jax.config import BYTE_VOCABULARY, Backbone, ModelConfig, MoE, Routing
 from xmod_jax.errors import UserError
 from xmod_jax.hierarchy import Hierarchy
 
 SUITES = ("training", "evaluation", "optimizer", "memory", "compile")
 _SUITE = flags.DEFINE_enum("suite", None, SUITES, "what to measure", required=True)
-_MODELS = flags.DEFINE_list("models", ["dense", "A4K8", "A3K16"], "hierarchies, the rival first")
+_MODELS = flags.DEFINE_list(
+    "models", ["dense", "A4K8", "A3K16"], "hierarchies, mod or moe_8_64; the rival first"
+)
 _CONTEXT = flags.DEFINE_integer("context", 2048, "L, tokens", lower_bound=1)
 _BATCH = flags.DEFINE_integer("batch", 4, "sequences", lower_bound=1)
 _WIDTH = flags.DEFINE_integer("width", 256, "D; heads of 64, d_ff = 3 D", lower_bound=128)
@@ -60,6 +63,12 @@ def _config(name: str, depth: int) -> ModelConfig:
     backbone = Backbone(width, 64, width // 64, width // 128, 3 * width, BYTE_VOCABULARY)
     routing = Routing.mod() if name.lower() == "mod" else Routing()
     try:
+        if experts := re.fullmatch(r"moe_8_(\d+)", name.lower()):
+            sparsity, rest = divmod(int(experts[1]), 8)
+            if rest:
+                raise ValueError(f"{name}: the experts must be a multiple of 8")
+            moe = MoE.fine_grained(backbone, sparsity)
+            return ModelConfig(backbone, Hierarchy.dense(depth), moe=moe)
         return ModelConfig(backbone, Hierarchy.from_name(name, depth), routing)
     except ValueError as error:
         raise UserError(f"--models: {error}") from error
@@ -118,6 +127,7 @@ def _training(contenders: list[Contender]) -> list[dict[str, Any]]:
 def _evaluation(contenders: list[Contender]) -> list[dict[str, Any]]:
     """Thresholds are the smallest selected logits of a top-k pass: the trained load."""
     from xmod_jax.model import Threshold, TopK
+    from xmod_jax.nn.routed_stage import StageOutput
     from xmod_jax.training.compilation import jit
     from xmod_jax.training.evaluation import batch_statistics
 
@@ -126,7 +136,8 @@ def _evaluation(contenders: list[Contender]) -> list[dict[str, Any]]:
     for each in contenders:
         top_k = jit(lambda model, tokens: model(tokens[:, :-1], TopK()))
         _, outputs = top_k(each.model, each.tokens)
-        route = Threshold(tuple(out.kth_S for out in outputs))
+        stages = [out for out in outputs if isinstance(out, StageOutput)]
+        route = Threshold(tuple(out.kth_S for out in stages))
         compiled = jit(batch_statistics).lower(each.model, each.tokens, route).compile()
         routed = compiled(each.model, each.tokens, route).get("routed")
         share = "" if routed is None else f" (routes {float(routed):.3f} of the token-layers)"

@@ -13,6 +13,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from xmod_jax.config import BYTE_VOCABULARY, Backbone, ModelConfig
 from xmod_jax.hierarchy import Hierarchy
 from xmod_jax.model import Decoder
+from xmod_jax.nn import routed_stage
 from xmod_jax.training.compilation import jit
 from xmod_jax.training.step import training_loss
 
@@ -32,8 +33,15 @@ def temporary_bytes(name: str) -> int:
     return lowered(name).compile().memory_analysis().temp_size_in_bytes
 
 
-def test_a3k16_needs_no_more_memory_than_1_35_times_its_dense_twin():
-    assert temporary_bytes("A3K16") <= 1.35 * temporary_bytes("dense")
+def test_a3k16_needs_no_more_memory_than_1_35_times_its_dense_twin(monkeypatch):
+    dense, lean = temporary_bytes("dense"), temporary_bytes("A3K16")
+    forward = routed_stage._stages_forward
+    monkeypatch.setattr(routed_stage, "_stages", lambda *arguments: forward(*arguments)[0])
+    plain = temporary_bytes("A3K16")
+    megabytes = {"dense": dense, "A3K16": lean, "A3K16 by plain autodiff": plain}
+    print({case: round(count / 2**20, 1) for case, count in megabytes.items()})
+    assert lean <= 1.35 * dense
+    assert plain > 5 * lean
 
 
 @pytest.fixture

@@ -85,7 +85,10 @@ class Checkpoints:
             raise self._disk_error(error) from error
 
     def restore(self, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
-        """The newest checkpoint, on the devices of `like`, and the data iterator's position.
+        """The newest checkpoint in the structure of `like`, and the data iterator's position.
+
+        Args:
+          like: a state, or its shapes and dtypes (`abstract_state`).
 
         Raises:
           UserError: it belongs to another architecture or other data; names the difference.

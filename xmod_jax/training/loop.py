@@ -20,7 +20,7 @@ from xmod_jax.errors import UserError
 from xmod_jax.training.checkpoint import Checkpoints
 from xmod_jax.training.compilation import jit
 from xmod_jax.training.evaluation import make_evaluator
-from xmod_jax.training.step import Metrics, TrainState, initial_state, make_step
+from xmod_jax.training.step import Metrics, TrainState, abstract_state, initial_state, make_step
 
 _SMOOTHING = 0.9  # of the measured throughput, per step
 
@@ -132,9 +132,10 @@ class _Run:
 
     def _start(self) -> TrainState:
         """Fresh or restored state; records later than it are dropped."""
-        state = initial_state(self.config)
-        if self.checkpoints.latest is not None:
-            state, position = self.checkpoints.restore(state)
+        if self.checkpoints.latest is None:
+            state = initial_state(self.config)
+        else:
+            state, position = self.checkpoints.restore(abstract_state(self.config))
             self.batches.set_state(position)
         for name in (records.TRAIN, records.EVAL):
             records.truncate_after(self.directory / name, int(state.step))

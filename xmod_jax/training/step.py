@@ -125,13 +125,21 @@ def accumulated_gradient(model: Decoder, tokens_BL1: jax.Array, alignment: float
 
 def initial_state(config: RunConfig) -> TrainState:
     """Fresh parameters and optimiser state from the run's seed."""
+    return jit(_fresh(config))(jax.random.key(config.train.seed))
 
-    def make(key):
+
+def abstract_state(config: RunConfig) -> TrainState:
+    """`initial_state` as shapes and dtypes; draws nothing."""
+    return jax.eval_shape(_fresh(config), jax.random.key(config.train.seed))
+
+
+def _fresh(config: RunConfig) -> Callable[[jax.Array], TrainState]:
+    def make(key: jax.Array) -> TrainState:
         model = Decoder(config.model, rngs=nnx.Rngs(key))
         optimizer = make_optimizer(config.train.optimizer, config.train.steps).init(model)
         return TrainState(model, optimizer, model.thresholds(), jnp.zeros((), jnp.int32))
 
-    return jit(make)(jax.random.key(config.train.seed))
+    return make
 
 
 def make_step(config: RunConfig) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
