@@ -156,9 +156,11 @@ class Units:
 
 
 def ranges(table: Table) -> dict[str, tuple[float, float]]:
-    """Smallest and largest value of L, n_act, K, A and N/N_act: where the law was fitted."""
+    """Smallest and largest value of what law.json names: where the law was fitted."""
     columns = {"L": table.L, "n_act": table.n_act, "K": table.K, "A": table.A}
     columns["n_total/n_act"] = table.n_total / table.n_act
+    columns["dense_tokens"] = table.dense_tokens
+    columns["K_strided"] = table.K[~identifiability.is_reference_stride(table)]
     return {name: (float(x.min()), float(x.max())) for name, x in columns.items()}
 
 

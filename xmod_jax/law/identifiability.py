@@ -37,6 +37,12 @@ def distinct(values: Array, tolerance: float = 0.0) -> Array:
     return np.array(kept)
 
 
+def one_size(n_act: Array) -> Array:
+    """Each N_act replaced by the smallest of those that count as one."""
+    starts = distinct(n_act, N_ACT_TOLERANCE)
+    return starts[np.searchsorted(starts, n_act, side="right") - 1]
+
+
 def require_determined(table: Table, candidate: bool = False) -> None:
     """Checks that every coefficient meets variation that determines it.
 

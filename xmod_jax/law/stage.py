@@ -9,12 +9,14 @@ Legend: P candidates, n observations, k exponents.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import optimize
+from scipy.stats import qmc
 
 from xmod_jax.law import least_squares
 from xmod_jax.law.observations import Table
@@ -31,6 +33,9 @@ Array = NDArray[np.float64]
 # against an infinite coefficient; 0.02 is the logarithm to within 2% over the grid's K.
 ETA_BOUNDS = (0.0, 3.0)
 RHO_BOUNDS = (0.02, 4.0)
+
+# Points of the scan that guards a refit against another valley; a power of two keeps them even.
+_SCAN = 256
 
 # Starts agree when their predictions do to this many nats, far below a loss's own noise.
 AGREEMENT = 1e-3
@@ -157,12 +162,40 @@ def fit_stage(stage: Stage, search: Search) -> StageFit:
     ends_Pk = np.array([_polish(stage, _evolve(stage, start, search)) for start in starts])
     solution = stage.solve(ends_Pk)
     best = int(np.argmin(solution.rss_P))
-    values = dict(zip(stage.exponents, ends_Pk[best].tolist(), strict=True))
-    values |= dict(zip(stage.linear, solution.coefficients_Pk[best].tolist(), strict=True))
-    if stage.intercept:
-        values["e"] = float(solution.intercept_P[best])
     predicted_Pn = stage.predict(ends_Pk)
-    return StageFit(values, float(np.abs(predicted_Pn - predicted_Pn[best]).max()))
+    distance = float(np.abs(predicted_Pn - predicted_Pn[best]).max())
+    return StageFit(_values(stage, ends_Pk[best]), distance)
+
+
+def refit_stage(stage: Stage, near: Mapping[str, float]) -> dict[str, float]:
+    """Coefficients by name of a stage whose target has moved a little, from where it lay before.
+
+    Descends from the exponents in `near` and from the best point of a scan of the whole box, and
+    keeps the better end: the optimum that `fit_stage` finds, in a third of one search's time.
+    """
+    start_k = np.array([near[name] for name in stage.exponents])
+    scan_Pk = _scan(stage.bounds)
+    best_k = scan_Pk[np.argmin(stage.solve(scan_Pk).rss_P)]
+    ends_Pk = np.array([_polish(stage, start_k), _polish(stage, best_k)])
+    return _values(stage, ends_Pk[np.argmin(stage.solve(ends_Pk).rss_P)])
+
+
+@functools.cache
+def _scan(bounds: tuple[tuple[float, float], ...]) -> Array:
+    """Points [P, k] spread evenly over a box; always the same."""
+    lower, upper = np.array(bounds).T
+    points = qmc.Sobol(len(bounds), scramble=False).random(_SCAN)
+    return qmc.scale(points, lower, upper)
+
+
+def _values(stage: Stage, exponents_k: Array) -> dict[str, float]:
+    """All coefficients by name, the linear ones solved for the exponents."""
+    solution = stage.solve(exponents_k[None])
+    values = dict(zip(stage.exponents, exponents_k.tolist(), strict=True))
+    values |= dict(zip(stage.linear, solution.coefficients_Pk[0].tolist(), strict=True))
+    if stage.intercept:
+        values["e"] = float(solution.intercept_P[0])
+    return values
 
 
 def _evolve(stage: Stage, seed: np.random.SeedSequence, search: Search) -> Array:

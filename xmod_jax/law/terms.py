@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from scipy import special
 
 from xmod_jax import records
 from xmod_jax.errors import UserError
@@ -152,6 +153,74 @@ class Law:
 
 
 COEFFICIENTS = tuple(field.name for field in dataclasses.fields(Law))
+LEVEL = 0.9  # coverage of an interval unless asked otherwise
+
+
+@dataclasses.dataclass(frozen=True)
+class Draws:
+    """The law refitted to resampled observations (`xmod_jax.law.bootstrap`).
+
+    Attributes:
+      laws: one for each draw, B of them.
+      seed: of the draws.
+      level: share of the draws that an interval holds, between equal tails.
+      noise: standard deviation of one training's Delta around the law, in nats.
+      clusters: number of sweeps whose residuals were resampled.
+    """
+
+    laws: tuple[Law, ...]
+    seed: int
+    level: float
+    noise: float
+    clusters: int
+
+    def __post_init__(self) -> None:
+        if not self.laws or not 0 < self.level < 1 or not 0 <= self.noise < math.inf:
+            raise ValueError(
+                f"a bootstrap needs draws, a level in (0, 1) and a noise of at least 0, got "
+                f"{len(self.laws)} draws, level {self.level}, noise {self.noise}"
+            )
+
+    def delta(
+        self, n_act: ArrayLike, n_total: ArrayLike, L: ArrayLike, K: ArrayLike, A: ArrayLike
+    ) -> Array:
+        """Every draw's Delta [B, ...] in nats; arguments as of `Law.delta`."""
+        return np.stack([law.delta(n_act, n_total, L, K, A) for law in self.laws])
+
+    def interval(self, values_B: ArrayLike, method: Any = "linear") -> Array:
+        """Lower and upper end [2, ...] of the draws' values [B, ...]; method of `np.quantile`."""
+        tail = (1 - self.level) / 2
+        return np.quantile(np.asarray(values_B), [tail, 1 - tail], axis=0, method=method)
+
+    def run_interval(self, delta_B: Array) -> Array:
+        """Ends [2] for one training's Delta: the law's uncertainty and a training's own noise."""
+        normal = special.ndtri((np.arange(200) + 0.5) / 200)
+        return self.interval(np.add.outer(np.asarray(delta_B), self.noise * normal).ravel())
+
+    def coefficients(self) -> dict[str, Array]:
+        """The draws [B] of every coefficient."""
+        columns = np.array([dataclasses.astuple(law) for law in self.laws]).T
+        return dict(zip(COEFFICIENTS, columns, strict=True))
+
+    def record(self) -> dict[str, Any]:
+        """The form that law.json keeps: plain numbers, with every coefficient's interval."""
+        columns = self.coefficients()
+        return {
+            "seed": self.seed,
+            "level": self.level,
+            "noise": self.noise,
+            "clusters": self.clusters,
+            "intervals": {name: self.interval(values).tolist() for name, values in columns.items()},
+            "draws": {name: values.tolist() for name, values in columns.items()},
+        }
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Draws:
+        """Reads `record`'s form; KeyError, TypeError or ValueError where it is not that."""
+        columns = [record["draws"][name] for name in COEFFICIENTS]
+        laws = tuple(Law(*values) for values in zip(*columns, strict=True))
+        own = int(record["seed"]), float(record["level"]), float(record["noise"])
+        return cls(laws, *own, int(record["clusters"]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,11 +233,13 @@ class LawFile:
       rmse: root mean square error of the raw loss in nats.
       mae: mean absolute error of the raw loss in nats.
       n_observations: number of observations fitted.
-      ranges: smallest and largest fitted value of each of L, n_act, K, A, n_total/n_act.
+      ranges: smallest and largest fitted value of each of L, n_act, K, A, n_total/n_act,
+        dense_tokens (training tokens of the dense reference) and K_strided (K where A is not 1).
       validated: what was predicted with its group withheld, and how well; empty: nothing was.
       seeds_agree: whether independent starts of the fit reached the same law.
       warnings: what the data leave undetermined, a sentence each.
       candidate: the law with P_D and how it compares with this one; empty: not tried.
+      bootstrap: draws of the coefficients, for intervals; None: not drawn.
     """
 
     law: Law
@@ -181,18 +252,20 @@ class LawFile:
     seeds_agree: bool = True
     warnings: tuple[str, ...] = ()
     candidate: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    bootstrap: Draws | None = None
 
     @classmethod
     def paper(cls) -> LawFile:
         """The published law with its quality and the ranges of its sweeps (SPEC 7)."""
         ranges = {"L": (2048.0, 32768.0), "n_act": (161.6e6, 914.3e6)}
-        ranges |= {"K": (2.0, 20.0), "A": (0.5, 5.0)}
+        ranges |= {"K": (2.0, 20.0), "A": (0.5, 5.0), "K_strided": (4.0, 16.0)}
         return cls(Law.paper(), 0.9853, 0.008758, None, 109, ranges)
 
     def save(self, path: pathlib.Path) -> None:
         """Writes the file; a reader sees the old or the new one, never half of it."""
-        record = dataclasses.asdict(self)
+        record = dataclasses.asdict(dataclasses.replace(self, bootstrap=None))
         record = record.pop("law") | record
+        record["bootstrap"] = self.bootstrap.record() if self.bootstrap else None
         records.write_json(path, record)
 
     @classmethod
@@ -218,6 +291,7 @@ class LawFile:
                 seeds_agree=bool(record.get("seeds_agree", True)),
                 warnings=tuple(record.get("warnings", ())),
                 candidate=dict(record.get("candidate", {})),
+                bootstrap=Draws.from_record(drawn) if (drawn := record.get("bootstrap")) else None,
             )
-        except (ValueError, TypeError, AttributeError) as error:
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise UserError(f"{path}: not a law.json: {error}") from error

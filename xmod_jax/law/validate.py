@@ -68,7 +68,7 @@ def groups(table: Table) -> list[Group]:
     """
     reference = identifiability.is_reference_stride(table)
     found = []
-    sizes = _cluster(table.n_act)
+    sizes = identifiability.one_size(table.n_act)
     for variable, values, others in (("L", table.L, sizes), ("n_act", sizes, table.L)):
         swept = np.zeros(len(table), bool)
         for other in np.unique(others[reference]):
@@ -152,9 +152,3 @@ def record(predictions: Sequence[Prediction]) -> dict[str, Any]:
             ],
         }
     return by_variable
-
-
-def _cluster(sizes: Array) -> Array:
-    """Each N_act replaced by the smallest of those that count as one."""
-    starts = identifiability.distinct(sizes, identifiability.N_ACT_TOLERANCE)
-    return starts[np.searchsorted(starts, sizes, side="right") - 1]
