@@ -11,12 +11,14 @@ import os
 import shutil
 import tempfile
 
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "")
-    + " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-)
-_CACHE = tempfile.mkdtemp(prefix="xmod_jax_tests_")
-atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
-os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
-os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+# Workers of a parallel run inherit all this from the process that starts them.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["XLA_FLAGS"] = (
+        os.environ.get("XLA_FLAGS", "")
+        + " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    )
+    _CACHE = tempfile.mkdtemp(prefix="xmod_jax_tests_")
+    atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"

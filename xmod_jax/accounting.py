@@ -41,6 +41,8 @@ class LayerKind:
         a layer whose other rows are routed (keys and values of Selected-Q/full-KV).
       sparsity: K; the layer executes ``ceil(L / K)`` rows of a sequence.
       unpriced: matrix parameters that every token passes and paper FLOPs leave out: MoE routers.
+      kept: matrix parameters whose product the backward pass does not form again, because no
+        gradient needs it: a residual's last product, where nothing but a sum follows.
     """
 
     name: str
@@ -52,6 +54,7 @@ class LayerKind:
     full_rows: int = 0
     sparsity: int = 1
     unpriced: int = 0
+    kept: int = 0
 
 
 def attention_matrices(backbone: Backbone) -> int:
@@ -81,12 +84,19 @@ def layer_kinds(model: ModelConfig) -> tuple[LayerKind, ...]:
     """The model's layers by kind; kinds without a layer are left out (SPEC 5)."""
     hierarchy, backbone = model.hierarchy, model.backbone
     norms = 2 * backbone.d_model + 2 * backbone.head_dim
-    dense = LayerKind("dense", hierarchy.dense_layers, layer_matrices(backbone), norms)
+    dense = LayerKind(
+        "dense",
+        hierarchy.dense_layers,
+        layer_matrices(backbone),
+        norms,
+        kept=backbone.d_model * backbone.d_ff,
+    )
     attention = LayerKind(
         "attention",
         hierarchy.attention_layers,
         attention_matrices(backbone),
         backbone.d_model + 2 * backbone.head_dim,
+        kept=_query_matrix(backbone),
     )
     first = dense if model.moe is None else _moe_layer(model, model.moe, norms)
     kinds = (first, attention, _sparse_layer(model, norms))
@@ -105,7 +115,15 @@ def _moe_layer(model: ModelConfig, moe: MoE, norms: int) -> LayerKind:
     passed = attention + (moe.active + moe.shared) * expert
     matrices = attention + (moe.experts + moe.shared) * expert + router
     share = Fraction(passed, matrices)
-    return LayerKind("moe", model.hierarchy.depth, matrices, norms, share, unpriced=router)
+    return LayerKind(
+        "moe",
+        model.hierarchy.depth,
+        matrices,
+        norms,
+        share,
+        unpriced=router,
+        kept=model.backbone.d_model * moe.shared * moe.d_expert,
+    )
 
 
 def _sparse_layer(model: ModelConfig, norms: int) -> LayerKind:
@@ -248,17 +266,17 @@ def attention_pairs(length: int, block: int = ATTENTION_BLOCK) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Executed:
-    """Executed forward FLOPs of one sequence, by what the backward pass does with them."""
+    """Executed forward FLOPs of one sequence, and those that the backward pass executes again."""
 
     matmul: float
     attention: float
-    sparse_attention: float
+    recomputed: float
     head: float
 
 
 def _executed(model: ModelConfig, context_length: int, block: int) -> _Executed:
     backbone = model.backbone
-    matmul = attention = sparse_attention = 0
+    matmul = attention = recomputed = 0
     for kind in layer_kinds(model):
         rows = -(-context_length // kind.sparsity)
         pairs = attention_pairs(rows, block)
@@ -270,11 +288,13 @@ def _executed(model: ModelConfig, context_length: int, block: int) -> _Executed:
         routed = kind.matrices - kind.full_rows
         if kind.name == "moe":
             routed = round(kind.matrices * kind.matmul_share) + kind.unpriced
-        matmul += kind.count * 2 * (routed * rows + kind.full_rows * context_length)
+        products_of_rows = kind.count * 2 * (routed * rows + kind.full_rows * context_length)
+        matmul += products_of_rows
         attention += products
-        sparse_attention += products if kind.name == "sparse" else 0
+        recomputed += products_of_rows - kind.count * 2 * kind.kept * rows
+        recomputed += products if kind.name == "sparse" else 0
     head = 2 * backbone.vocab_size * backbone.d_model * context_length
-    return _Executed(matmul, attention, sparse_attention, head)
+    return _Executed(matmul, attention, recomputed, head)
 
 
 def forward_hardware_flops_per_token(
@@ -306,15 +326,16 @@ def train_hardware_flops_per_token(
       model: the model.
       context_length: L, in tokens.
       block: edge of an attention block, in tokens (see `attention_pairs`).
-      recompute: count what rematerialisation executes again: the matrices of every layer and the
-        attention of sparse layers (that of dense layers is saved). True is what a device does
+      recompute: count what rematerialisation executes again: the products of every layer that a
+        gradient needs, and the attention of sparse layers (that of the others is saved). True is
+        what a device does
         (``hardware_flops`` of the records); False is the model's own work, the count that `mfu`
         wants.
     """
     done = _executed(model, context_length, block)
     flops = 3 * done.matmul + 3.5 * done.attention + 3 * done.head
     if recompute:
-        flops += done.matmul + done.sparse_attention
+        flops += done.recomputed
     return flops / context_length
 
 

@@ -54,16 +54,24 @@ def assert_same(block, x_TD, weight_XDO, share_Tk, group_Tk, bar_TO):
     return got
 
 
+@pytest.fixture(params=["small", "large"])
+def matrix_size(request, monkeypatch):
+    """Both ways through blocks: matrices copied for every block, and one block at a time."""
+    monkeypatch.setattr(grouped, "_SMALL_MATRIX", {"small": 1 << 13, "large": 0}[request.param])
+
+
 # `ragged_dot` is what accelerators may use; on CPU it is dense, slow, and right.
-@pytest.mark.parametrize("block", [1, 4, 8, grouped.RAGGED])
-@pytest.mark.parametrize(("T", "X", "k"), [(1, 1, 1), (1, 5, 2), (23, 4, 2), (40, 16, 3)])
-def test_values_and_gradients_equal_a_loop(block, T, X, k):
+@pytest.mark.parametrize(
+    ("block", "T", "X", "k"),
+    [(4, 1, 1, 1), (1, 1, 5, 2), (4, 23, 4, 2), (8, 40, 16, 3), (grouped.RAGGED, 23, 4, 2)],
+)
+def test_values_and_gradients_equal_a_loop(matrix_size, block, T, X, k):
     with jax.enable_x64(True):
         assert_same(block, *problem(T + X, T, X, k))
 
 
 @pytest.mark.parametrize("block", [4, grouped.RAGGED])
-def test_all_tokens_to_one_group_and_exact_zero_gradient_to_the_others(block):
+def test_all_tokens_to_one_group_and_exact_zero_gradient_to_the_others(matrix_size, block):
     with jax.enable_x64(True):
         _, (_, dweight_XDO, _) = assert_same(
             block, *problem(0, 13, 5, 1, group_Tk=np.full((13, 1), 3))

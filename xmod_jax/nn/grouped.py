@@ -3,8 +3,9 @@
 Rows stand sorted by group, each group at a multiple of `block` rows, so that a block of rows has
 one matrix. Nothing is dropped, whatever the sizes of the groups.
 
-On CPU, where `jax.lax.ragged_dot` multiplies every row with every matrix, blocks go one by one;
-on an accelerator `ragged_dot` is used where a probe finds it sound.
+On CPU, where `jax.lax.ragged_dot` multiplies every row with every matrix, blocks go one by one, or
+all at once where the matrices are small; on an accelerator `ragged_dot` is used where a probe finds
+it sound.
 
 Shapes: T tokens, k groups of a token, X groups, M rows (padding included), I and O matrix sizes.
 """
@@ -20,6 +21,7 @@ from jax import lax
 
 RAGGED = 0  # the `block` that stands for `jax.lax.ragged_dot`
 _MAX_BLOCK = 128
+_SMALL_MATRIX = 1 << 13  # elements
 
 
 class Groups(NamedTuple):
@@ -133,6 +135,12 @@ def grouped_matmul(
     weight_XIO = weight_XIO.astype(rows_MI.dtype)
     if block == RAGGED:
         return lax.ragged_dot(rows_MI, weight_XIO, size_X)
+    if _is_small(weight_XIO):
+        rows_nRI = rows_MI.reshape(-1, block, rows_MI.shape[1])
+        out_nRO = jnp.einsum(
+            "nri,nio->nro", rows_nRI, weight_XIO[_group_of_block(size_X, rows_nRI)]
+        )
+        return out_nRO.reshape(len(rows_MI), -1)
     out_MO = jnp.zeros((len(rows_MI), weight_XIO.shape[2]), rows_MI.dtype)
 
     def group(x, out_MO, first, last):
@@ -145,6 +153,19 @@ def grouped_matmul(
         return lax.fori_loop(first, last, one, out_MO)
 
     return _over_groups(group, out_MO, size_X, block)
+
+
+def _is_small(weight_XIO) -> bool:
+    """Whether to copy the matrix for every block: cheaper than a loop's turn for every block."""
+    return weight_XIO.shape[1] * weight_XIO.shape[2] <= _SMALL_MATRIX
+
+
+def _group_of_block(size_X, rows_nRI) -> jax.Array:
+    """The group of every block, ascending; blocks of padding behind the last group count to it."""
+    n, block = rows_nRI.shape[:2]
+    end_X = jnp.cumsum(-(-size_X // block))
+    group_n = jnp.searchsorted(end_X, jnp.arange(n, dtype=end_X.dtype), side="right")
+    return jnp.minimum(group_n, len(size_X) - 1)
 
 
 def _over_groups(group, carry, size_X, block):
@@ -166,6 +187,16 @@ def _grouped_backward(block, saved, bar_MO):
         _, pull = jax.vjp(lambda w: lax.ragged_dot(rows_MI, w, size_X), weight_XIO)
         drows_MI = lax.ragged_dot(bar_MO, weight_XOI.astype(bar_MO.dtype), size_X)
         return drows_MI, *pull(bar_MO), None
+    if _is_small(weight_XIO):
+        rows_nRI = rows_MI.reshape(-1, block, rows_MI.shape[1])
+        bar_nRO = bar_MO.reshape(-1, block, bar_MO.shape[1])
+        group_n = _group_of_block(size_X, rows_nRI)
+        drows_nRI = jnp.einsum("nro,nio->nri", bar_nRO, weight_XIO.astype(bar_MO.dtype)[group_n])
+        dweight_nIO = jnp.einsum(
+            "nri,nro->nio", rows_nRI, bar_nRO, preferred_element_type=weight_XIO.dtype
+        )
+        dweight_XIO = jax.ops.segment_sum(dweight_nIO, group_n, len(size_X), True)
+        return drows_nRI.reshape(rows_MI.shape), dweight_XIO, None
     drows_MI = jnp.zeros(rows_MI.shape, rows_MI.dtype)
 
     def group(x, carry, first, end):
