@@ -1,7 +1,11 @@
-"""Fits the scaling law to sweeps or to a CSV: tables, law.json and observations.csv.
+"""Fits the scaling law to sweeps or to a CSV: tables, law.json, figures, predictions.
 
     python -m experiments.fit --workdir=runs/k_sweep_2k,runs/scale_sweep_32k,runs/anchor_sweep_32k
-    python -m experiments.fit --observations=mine.csv --output=results
+    python -m experiments.fit --observations=mine.csv --output=results --bootstrap=200
+
+It leaves law.json (with the bootstrap draws that `experiments.design` makes intervals of),
+observations.csv, predictions.csv (every row as fitted, as predicted with its group withheld, and
+rows beyond the range) and the figures as PNG and SVG.
 
 The CSV has the columns family,L,n_act,n_total,K,A,flops,tokens,loss; n_act and n_total are counts
 of parameters (embedding and head included), L is in tokens. Rows with K = 1 are the dense reference
@@ -13,20 +17,21 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 from absl import flags
 from tqdm import tqdm
 
-from experiments import cli, law_tables
+from experiments import cli, law_figures, law_tables
 from xmod_jax import records
 from xmod_jax.errors import UserError
+from xmod_jax.law import bootstrap, sweeps, validate
 from xmod_jax.law import fit as fitting
 from xmod_jax.law import observations as obs
-from xmod_jax.law import sweeps, validate
 from xmod_jax.law.stage import Search
-from xmod_jax.law.terms import LawFile
+from xmod_jax.law.terms import LEVEL, Draws, LawFile
 
 _WORKDIR = flags.DEFINE_list("workdir", [], "Run or sweep directories, comma-separated.")
 _OBSERVATIONS = flags.DEFINE_string("observations", None, "CSV of observations, instead.")
@@ -43,12 +48,16 @@ _LOSS = flags.DEFINE_enum_class(
     "Which loss of a run is fitted: calibrated or threshold (0.5, the paper's), both causal; or "
     "topk, which is not. A CSV has one loss.",
 )
-_OUTPUT = flags.DEFINE_string(
-    "output", None, "Folder for law.json and observations.csv; default: beside the input."
-)
-_SEED = flags.DEFINE_integer("seed", 0, "Seed of the search.", lower_bound=0)
+_OUTPUT = flags.DEFINE_string("output", None, "Folder for the files; default: beside the input.")
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of search and bootstrap.", lower_bound=0)
 _STARTS = flags.DEFINE_integer(
     "starts", 3, "Independent searches, which must agree.", lower_bound=1
+)
+_BOOTSTRAP = flags.DEFINE_integer(
+    "bootstrap", 200, "Draws of the cluster bootstrap over sweeps; 0: no intervals.", lower_bound=0
+)
+_LEVEL = flags.DEFINE_float(
+    "level", LEVEL, "Coverage of the intervals.", lower_bound=0.01, upper_bound=0.999
 )
 _VALIDATE = flags.DEFINE_bool(
     "validate", True, "Withhold every L, N_act and A in turn, refit and predict it."
@@ -82,11 +91,26 @@ def main() -> None:
         told = f"dense reference extrapolated for {len(marked)} rows: {', '.join(marked)}"
         result = dataclasses.replace(result, warnings=(*result.warnings, told))
     _tell(result, table)
+    draws = _draw(table, result)
+    predicted = [law_tables.Predicted("fitted", table, result.predict(table))]
     reduced, validated = _validate(table, search)
+    predicted += law_tables.withheld(table, reduced)
     if _BEYOND.value:
-        validated["beyond"] = _predict_beyond(result, rows)
+        predicted.append(_predict_beyond(result, rows))
+        validated["beyond"] = _quality_record(predicted[-1])
     candidate = _try_candidate(table, search, reduced) if _CANDIDATE.value else {}
-    _write(folder, rows, table, result, validated, candidate)
+    law_file = LawFile(
+        law=result.law,
+        **dataclasses.asdict(result.quality),
+        n_observations=len(table),
+        ranges=fitting.ranges(table),
+        validated=validated,
+        seeds_agree=result.seeds_agree,
+        warnings=result.warnings,
+        candidate=candidate,
+        bootstrap=draws,
+    )
+    _write(folder, rows, law_file, predicted)
 
 
 def _output_folder() -> pathlib.Path:
@@ -122,6 +146,20 @@ def _tell(result: fitting.Fit, table: obs.Table) -> None:
         print(f"warning: {warning}")
 
 
+def _draw(table: obs.Table, result: fitting.Fit) -> Draws | None:
+    if not _BOOTSTRAP.value:
+        return None
+
+    def progress(numbers: Iterable[int]) -> tqdm[int]:
+        return tqdm(numbers, desc="bootstrap", leave=False, disable=None)
+
+    draws = bootstrap.draw(
+        table, result, _BOOTSTRAP.value, _SEED.value, _LEVEL.value, progress=progress
+    )
+    print(law_tables.intervals(result, draws))
+    return draws
+
+
 def _withhold(table: obs.Table, search: Search, candidate: bool) -> list[validate.Prediction]:
     def progress(groups: Sequence[validate.Group]) -> tqdm[validate.Group]:
         return tqdm(groups, desc="withholding groups", leave=False, disable=None)
@@ -137,7 +175,7 @@ def _validate(table: obs.Table, search: Search) -> tuple[list[validate.Predictio
     return predictions, validate.record(predictions)
 
 
-def _predict_beyond(result: fitting.Fit, rows: Sequence[obs.Row]) -> dict[str, Any]:
+def _predict_beyond(result: fitting.Fit, rows: Sequence[obs.Row]) -> law_tables.Predicted:
     """Predicts the rows of --beyond; dense rows of the fitted input serve as well."""
     new = _read(_BEYOND.value)
     dense = [row for row in new if row.dense]
@@ -146,8 +184,12 @@ def _predict_beyond(result: fitting.Fit, rows: Sequence[obs.Row]) -> dict[str, A
     table = obs.Table.of(_observe([row for row in new if not row.dense] + dense))
     predicted = result.predict(table)
     print(law_tables.beyond(table, predicted))
-    quality = fitting.Quality.of(table.delta, predicted)
-    return {"rows": len(table), "rmse": quality.rmse, "mae": quality.mae}
+    return law_tables.Predicted("beyond", table, predicted)
+
+
+def _quality_record(predicted: law_tables.Predicted) -> dict[str, Any]:
+    quality = fitting.Quality.of(predicted.table.delta, predicted.delta)
+    return {"rows": len(predicted.table), "rmse": quality.rmse, "mae": quality.mae}
 
 
 def _try_candidate(
@@ -173,30 +215,36 @@ def _try_candidate(
 def _write(
     folder: pathlib.Path,
     rows: Sequence[obs.Row],
-    table: obs.Table,
-    result: fitting.Fit,
-    validated: dict[str, Any],
-    candidate: dict[str, Any],
+    law_file: LawFile,
+    predicted: Sequence[law_tables.Predicted],
 ) -> None:
-    law_file = LawFile(
-        law=result.law,
-        **dataclasses.asdict(result.quality),
-        n_observations=len(table),
-        ranges=fitting.ranges(table),
-        validated=validated,
-        seeds_agree=result.seeds_agree,
-        warnings=result.warnings,
-        candidate=candidate,
-    )
-    written = [folder / "law.json"]
+    written = [folder / "law.json", folder / "predictions.csv"]
     law_file.save(written[0])
+    text = law_tables.predictions_csv(predicted, law_file.bootstrap)
+    records.write_atomically(written[1], text.encode())
     table_path = folder / "observations.csv"
     # A user's own file of that name is the input and stays as they wrote it.
     own = _OBSERVATIONS.value and table_path.exists() and table_path.samefile(_OBSERVATIONS.value)
     if not own:
         records.write_atomically(table_path, obs.to_csv(rows).encode())
         written.append(table_path)
-    print(f"wrote {' and '.join(map(str, written))}")
+    drawn = law_figures.figures(
+        predicted[0].table, law_file.law, _points(predicted), law_file.bootstrap
+    )
+    written += law_figures.write(drawn, folder)
+    print(f"wrote {', '.join(map(str, written))} (and each figure as .svg)")
+
+
+def _points(predicted: Sequence[law_tables.Predicted]) -> list[law_figures.Points]:
+    """The groups of the parity plot: one for each kind of prediction."""
+    points = []
+    for kind in dict.fromkeys(group.kind for group in predicted):
+        groups = [group for group in predicted if group.kind == kind]
+        observed = np.concatenate([group.table.delta for group in groups])
+        points.append(
+            law_figures.Points(kind, observed, np.concatenate([group.delta for group in groups]))
+        )
+    return points
 
 
 if __name__ == "__main__":

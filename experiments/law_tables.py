@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import csv
+import dataclasses
+import io
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from experiments import tables
 from xmod_jax.law import identifiability, validate
 from xmod_jax.law.fit import Fit, Quality
 from xmod_jax.law.observations import Table
-from xmod_jax.law.terms import COEFFICIENTS, Law
+from xmod_jax.law.terms import COEFFICIENTS, Draws, Law
 
 
 def coefficients(fitted: Fit, count: int) -> str:
@@ -71,6 +77,143 @@ def beyond(table: Table, predicted: np.ndarray) -> str:
         )
     lines.append(f"{len(table)} rows: {_quality(Quality.of(table.delta, predicted))}\n")
     return "\n".join(lines)
+
+
+def intervals(fitted: Fit, draws: Draws) -> str:
+    """Every coefficient with the interval that its bootstrap draws give."""
+    lines = [f"coefficient        fitted    {draws.level:.0%} interval ({len(draws.laws)} draws)"]
+    for name, values in draws.coefficients().items():
+        low, high = draws.interval(values)
+        lines.append(f"{name:<11}{getattr(fitted.law, name):>14.6g}{low:>14.6g}{high:>14.6g}")
+    lines.append(
+        f"{draws.clusters} sweeps resampled; a training lies {draws.noise:.4f} nats around the law "
+        "(standard deviation)\n"
+    )
+    return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class Predicted:
+    """Observations and the Delta [n] predicted for them.
+
+    Attributes:
+      kind: ``"fitted"``, ``"withheld"`` (by a law fitted without the group) or ``"beyond"``.
+      table: the observations.
+      delta: predicted Delta [n] in nats.
+      group: what was withheld together, as ``"L=2048"``; else empty.
+    """
+
+    kind: str
+    table: Table
+    delta: np.ndarray
+    group: str = ""
+
+
+def withheld(table: Table, predictions: Sequence[validate.Prediction]) -> list[Predicted]:
+    """The groups of `table` that were predicted, without those that were refused."""
+    return [
+        Predicted(
+            "withheld",
+            table.select(prediction.group.mask),
+            prediction.predicted,
+            _group(prediction.group.variable, prediction.group.value).strip(),
+        )
+        for prediction in predictions
+        if prediction.refused is None
+    ]
+
+
+def predictions_csv(predicted: Sequence[Predicted], draws: Draws | None) -> str:
+    """A row for every prediction; low and high are the law's interval, empty where it has none.
+
+    Rows withheld have none either: the draws are of the law that was fitted to them too.
+    """
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    columns = ("L", "n_act", "n_total", "K", "A")
+    writer.writerow(["kind", "group", *columns, "observed", "predicted", "low", "high"])
+    for part in predicted:
+        values = [getattr(part.table, name) for name in columns]
+        ends = np.full((2, len(part.table)), np.nan)
+        if draws is not None and part.kind != "withheld":
+            L, n_act, n_total, K, A = values
+            ends = draws.interval(draws.delta(n_act, n_total, L, K, A))
+        for row in zip(*values, part.table.delta, part.delta, *ends, strict=True):
+            cells = ["" if np.isnan(value) else f"{value:.10g}" for value in row]
+            writer.writerow([part.kind, part.group, *cells])
+    return out.getvalue()
+
+
+def design(answer: Mapping[str, Any]) -> str:
+    """The recommendation of `xmod_jax.law.design.record`, for people."""
+    memory = answer["memory"]
+    level = answer["level"] or 0.0
+    rows = [
+        ("hierarchy", f"{answer['hierarchy']}, {answer['layers']} layers"),
+        ("loss minus dense", f"{answer['delta']:+.4f} nats{_ends(answer['interval'], '+.4f')}"),
+        ("one training's", _ends(answer["run_interval"], "+.4f").strip(" ,") or "-"),
+        ("K", f"{answer['K']}{_ends(answer['K_interval'], 'g')}"),
+        ("A", f"{answer['A']:g}{_ends(answer['A_interval'], 'g')}"),
+        (
+            "parameters",
+            f"{tables.short(answer['total_params'])}, N_act {tables.short(answer['n_act'])}",
+        ),
+        ("phi / dense", f"{answer['phi_ratio']:.3f} (paper FLOPs of a token)"),
+        ("hardware FLOPs / dense", f"{answer['hardware_flops_ratio']:.3f} (training, a token)"),
+        (
+            "tokens",
+            f"{tables.short(answer['tokens'])}, dense {tables.short(answer['dense_tokens'])}",
+        ),
+        (
+            "memory",
+            f"{_bytes(memory['parameters'])} parameters, {_bytes(memory['optimizer'])} optimizer "
+            "state, float32",
+        ),
+        ("rule for large K, A = 1", _rule(answer["asymptotic"])),
+    ]
+    width = max(len(name) for name, _ in rows)
+    lines = [f"{name.ljust(width)}  {value}" for name, value in rows]
+    lines += [f"[..] are {level:.0%} intervals"] if answer["interval"] else []
+    lines += ["", "within 0.005 nats of the best:", *_near(answer["near_optimal"]), ""]
+    return "\n".join([*lines, *(f"warning: {text}" for text in answer["warnings"])]).rstrip()
+
+
+def _ends(interval: Sequence[float] | None, digits: str) -> str:
+    if interval is None:
+        return ""
+    return f", [{interval[0]:{digits}}, {interval[1]:{digits}}]"
+
+
+def _bytes(size: float) -> str:
+    return f"{size / 1e9:.3g} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB"
+
+
+def _span(first: str, last: str) -> str:
+    return first if first == last else f"{first} to {last}"
+
+
+def _rule(rule: Mapping[str, float] | None) -> str:
+    if rule is None:
+        return "none: the fitted law has no such optimum"
+    return f"K ~ L^{rule['context']:.3f} * N_act^{rule['size']:.3f}, here {rule['K']:.1f}"
+
+
+def _near(choices: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The near-optimal choices, one line for each A, and the one with the fewest parameters."""
+    ordered = sorted(choices, key=lambda choice: (choice["A"], choice["K"]))
+    lines = []
+    for stride, group in itertools.groupby(ordered, lambda choice: choice["A"]):
+        members = list(group)
+        ends = members[0], members[-1]
+        sparsities = _span(*(str(choice["K"]) for choice in ends))
+        sizes = _span(*(tables.short(choice["total_params"]) for choice in ends))
+        lines.append(f"  A = {stride:g}: K = {sparsities}, {sizes} parameters")
+    least = min(choices, key=lambda choice: choice["total_params"])
+    lines.append(
+        f"  smallest: A = {least['A']:g}, K = {least['K']}, "
+        f"{tables.short(least['total_params'])} parameters, {least['delta']:+.4f} nats"
+    )
+    return lines
 
 
 def _group(name: str, value: float) -> str:

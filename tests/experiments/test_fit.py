@@ -1,5 +1,7 @@
 """`python -m experiments.fit`: tables, files, and refusals in one line."""
 
+import collections
+import csv
 import json
 import subprocess
 import sys
@@ -10,6 +12,9 @@ from tests.law.grid import TABLE8, paper_rows
 from tests.law.sweep_directories import write_sweeps
 from xmod_jax.law.observations import read_csv, to_csv
 from xmod_jax.law.terms import LawFile
+
+QUICK = ("--novalidate", "--bootstrap=0")
+FIGURES = ("context", "routed_tokens", "size", "stride")
 
 
 def _run(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -36,7 +41,7 @@ def table(tmp_path):
 
 
 def test_csv_to_law_and_tables(table, tmp_path):
-    done = _run(f"--observations={table}", f"--output={tmp_path / 'out'}")
+    done = _run(f"--observations={table}", f"--output={tmp_path / 'out'}", "--bootstrap=0")
     assert done.returncode == 0, done.stderr
     law = LawFile.load(tmp_path / "out" / "law.json")
     assert law.law.rho_N == pytest.approx(TABLE8["rho_N"], rel=1e-3)
@@ -49,10 +54,33 @@ def test_csv_to_law_and_tables(table, tmp_path):
     assert "warning" not in done.stdout
 
 
+def test_bootstrap_figures_and_predictions_are_left_for_others(tmp_path):
+    rows = paper_rows(noise=0.008)
+    inside = [row for row in rows if row.K != 20]
+    (tmp_path / "in.csv").write_text(to_csv(inside))
+    (tmp_path / "new.csv").write_text(to_csv([row for row in rows if row.K == 20]))
+    paths = [f"--observations={tmp_path / 'in.csv'}", f"--beyond={tmp_path / 'new.csv'}"]
+    done = _run(*paths, "--bootstrap=6", "--level=0.8", "--seed=3", "--starts=1")
+    assert done.returncode == 0, done.stderr
+    assert "80% interval (6 draws)" in done.stdout and "13 sweeps resampled" in done.stdout
+    draws = LawFile.load(tmp_path / "law.json").bootstrap
+    assert draws is not None and (len(draws.laws), draws.level, draws.seed) == (6, 0.8, 3)
+    for name in (*(f"delta_by_{figure}" for figure in FIGURES), "parity"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert "<svg" in (tmp_path / f"{name}.svg").read_text()
+    with open(tmp_path / "predictions.csv", newline="") as file:
+        predictions = list(csv.DictReader(file))
+    kinds = collections.Counter(row["kind"] for row in predictions)
+    assert kinds["fitted"] == 93 and kinds["beyond"] == 8 and kinds["withheld"] > 93
+    for row in predictions:
+        assert (row["low"] == "") == (row["kind"] == "withheld") == (row["group"] != "")
+        assert abs(float(row["observed"]) - float(row["predicted"])) < 0.05
+
+
 def test_the_input_is_not_overwritten(table):
     untidy = table.read_text().replace("family,L", "family, L")
     table.write_text(untidy)
-    done = _run(f"--observations={table}", "--novalidate")
+    done = _run(f"--observations={table}", *QUICK)
     assert done.returncode == 0, done.stderr
     assert table.read_text() == untidy
     assert json.loads((table.parent / "law.json").read_text())["r2_delta"] == pytest.approx(1)
@@ -68,7 +96,7 @@ def test_one_sweep_does_not_determine_the_law_and_says_what_does(tmp_path):
 
 def test_sweeps_to_law_beside_the_first(tmp_path):
     paths = write_sweeps(tmp_path)
-    done = _run(f"--workdir={','.join(map(str, paths))}", "--loss=threshold", "--novalidate")
+    done = _run(f"--workdir={','.join(map(str, paths))}", "--loss=threshold", *QUICK)
     assert done.returncode == 0, done.stderr
     assert LawFile.load(paths[0] / "law.json").rmse == pytest.approx(0, abs=1e-6)
     assert any(row.dense for row in read_csv(paths[0] / "observations.csv"))
@@ -78,7 +106,7 @@ def test_extrapolated_references_are_refused_or_marked(table, tmp_path):
     table.write_text(table.read_text().replace(",1.5e+20,", ",9e+19,"))
     assert "does not cover" in _refused(f"--observations={table}")
     output = f"--output={tmp_path / 'out'}"
-    done = _run(f"--observations={table}", "--extrapolate_dense", "--novalidate", output)
+    done = _run(f"--observations={table}", "--extrapolate_dense", *QUICK, output)
     assert done.returncode == 0, done.stderr
     assert "extrapolated for 101 rows" in done.stdout
     assert LawFile.load(tmp_path / "out" / "law.json").warnings
@@ -89,9 +117,7 @@ def test_rows_beyond_the_range_are_predicted_and_not_fitted(tmp_path):
     inside = [row for row in rows if not (row.L == 2048 and row.K == 3)]
     (tmp_path / "in.csv").write_text(to_csv(inside))
     (tmp_path / "out.csv").write_text(to_csv([row for row in rows if row not in inside]))
-    done = _run(
-        f"--observations={tmp_path / 'in.csv'}", f"--beyond={tmp_path / 'out.csv'}", "--novalidate"
-    )
+    done = _run(f"--observations={tmp_path / 'in.csv'}", f"--beyond={tmp_path / 'out.csv'}", *QUICK)
     assert done.returncode == 0, done.stderr
     law = LawFile.load(tmp_path / "law.json")
     assert law.n_observations == 100 and law.validated["beyond"]["rows"] == 1
@@ -102,7 +128,7 @@ def test_candidate_is_compared_on_withheld_groups(tmp_path):
     rows = [row for row in paper_rows(noise=0.008) if row.L in (2048, 32768) and row.A < 3]
     path = tmp_path / "in.csv"
     path.write_text(to_csv([row for row in rows if row.family in ("556M", "165M")]))
-    done = _run(f"--observations={path}", "--candidate", "--starts=1")
+    done = _run(f"--observations={path}", "--candidate", "--starts=1", "--bootstrap=0")
     assert done.returncode == 0, done.stderr
     assert "Dropping P_D is" in done.stdout
     candidate = LawFile.load(tmp_path / "law.json").candidate

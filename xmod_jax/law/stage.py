@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from scipy import optimize
-from scipy.stats import qmc
 
 from xmod_jax.law import least_squares
 from xmod_jax.law.observations import Table
@@ -34,7 +33,7 @@ Array = NDArray[np.float64]
 ETA_BOUNDS = (0.0, 3.0)
 RHO_BOUNDS = (0.02, 4.0)
 
-# Points of the scan that guards a refit against another valley; a power of two keeps them even.
+# Points of the scan that guards a refit against another valley.
 _SCAN = 256
 
 # Starts agree when their predictions do to this many nats, far below a loss's own noise.
@@ -182,10 +181,9 @@ def refit_stage(stage: Stage, near: Mapping[str, float]) -> dict[str, float]:
 
 @functools.cache
 def _scan(bounds: tuple[tuple[float, float], ...]) -> Array:
-    """Points [P, k] spread evenly over a box; always the same."""
+    """Points [P, k] spread over a box; always the same."""
     lower, upper = np.array(bounds).T
-    points = qmc.Sobol(len(bounds), scramble=False).random(_SCAN)
-    return qmc.scale(points, lower, upper)
+    return np.random.default_rng(0).uniform(lower, upper, (_SCAN, len(bounds)))
 
 
 def _values(stage: Stage, exponents_k: Array) -> dict[str, float]:
