@@ -25,6 +25,10 @@ from xmod_jax.errors import UserError
 HEADER = ("family", "L", "n_act", "n_total", "K", "A", "flops", "tokens", "loss")
 _NUMBERS = HEADER[1:]
 
+# Far beyond any training, and far from where a power of a number overflows.
+_LARGEST = 1e40
+_LARGEST_LOSS = 1e6
+
 # Runs at matched FLOPs differ by the rounding to whole steps; the dense curve is held constant
 # over this share beyond its ends (at a slope of 0.1 nats per e-fold it is worth 0.002 nats).
 FLOPS_TOLERANCE = 0.02
@@ -71,6 +75,9 @@ class Row:
                 return f"{name} is {value}"
             if value <= 0 and name != "loss":
                 return f"{name} must be positive, got {value:g}"
+            largest = _LARGEST_LOSS if name == "loss" else _LARGEST
+            if abs(value) > largest or (name != "loss" and value < 1 / largest):
+                return f"{name} is {value:g}: no training has that"
         if self.K < 1:
             return f"K must be at least 1, got {self.K:g}"
         if not self.dense and self.n_total < self.n_act:
