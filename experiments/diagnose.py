@@ -1,0 +1,82 @@
+"""Measures what the routers of trained models do, from their newest checkpoints.
+
+    python -m experiments.diagnose --workdir=DIR[,DIR...]
+
+Takes run and sweep directories. Each run with sparse layers gets a diagnostics.json: coverage,
+overlap of consecutive layers and the distribution of update counts between dense layers under the
+calibrated and the 0.5 threshold, and the agreement of top-k with the 0.5 threshold. Prints a table
+beside the references of independent selection, and draws update_counts.png and .svg in the first
+work directory.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+from collections.abc import Mapping, Sequence
+
+from absl import flags
+from tqdm import tqdm
+
+from experiments import cli, diagnostics_figure, report_diagnostics
+from xmod_jax import records
+from xmod_jax.diagnostics import Diagnostics
+from xmod_jax.errors import UserError
+from xmod_jax.records import RunRecord
+
+FIGURE = "update_counts"
+
+_WORKDIR = flags.DEFINE_list("workdir", [], "run or sweep directories, comma-separated")
+_SEQUENCES = flags.DEFINE_integer(
+    "sequences", None, "held-out sequences (default: as many as the run evaluates)", lower_bound=1
+)
+
+
+def main() -> None:
+    """Diagnoses every run that has a checkpoint; writes, prints, draws."""
+    if not _WORKDIR.value:
+        raise UserError("--workdir is missing: give run or sweep directories, comma-separated")
+    runs = _with_checkpoint(records.find_runs(_WORKDIR.value))
+    found: dict[str, Diagnostics] = {}
+    # A name may stand in several directories.
+    repeated = len({run.config.name for run in runs}) < len(runs)
+    for run in tqdm(runs, desc="diagnosing", disable=None, leave=False):
+        label = str(run.directory) if repeated else run.config.name
+        found[label], step = report_diagnostics.measure(run, _SEQUENCES.value)
+        report_diagnostics.write(run, found[label], step)
+    print(report_diagnostics.table(found))
+    print(f"figure: {draw(found, pathlib.Path(_WORKDIR.value[0]))}.png and .svg")
+
+
+def _with_checkpoint(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """The runs that can be diagnosed; tells of the others.
+
+    Raises:
+      UserError: there is none.
+    """
+    able = []
+    for run in runs:
+        if not run.config.model.hierarchy.groups:
+            print(f"left out {run.directory}: it has no sparse layer", file=sys.stderr)
+        elif not any((run.directory / records.CHECKPOINTS).glob("[0-9]*")):
+            print(f"left out {run.directory}: it has no checkpoint yet", file=sys.stderr)
+        else:
+            able.append(run)
+    if not able:
+        raise UserError(
+            f"{', '.join(_WORKDIR.value)}: no run with sparse layers and a checkpoint: train one "
+            "first"
+        )
+    return able
+
+
+def draw(models: Mapping[str, Diagnostics], folder: pathlib.Path) -> pathlib.Path:
+    """Draws the update counts as png and svg in `folder`; returns their path without ending."""
+    drawn = diagnostics_figure.figure(models)
+    for ending in ("png", "svg"):
+        drawn.savefig(folder / f"{FIGURE}.{ending}", dpi=160)
+    return folder / FIGURE
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,117 @@
+"""The diagnostics of a run: measured, kept in its file, and the table that shows them."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Mapping
+
+from experiments import tables
+from xmod_jax import records
+from xmod_jax.diagnostics import Diagnostics, Intervals, diagnose, independent_subsets
+from xmod_jax.errors import UserError
+from xmod_jax.records import RunRecord
+
+FILE = "diagnostics.json"
+HEADER = (
+    "model",
+    "layers",
+    "intervals",
+    "threshold",
+    "coverage %",
+    "Jaccard %",
+    "agreement %",
+    "independent: coverage %",
+    "Jaccard %",
+)
+NOTE = (
+    "layers: consecutive sparse ones between dense layers; agreement: of top-k with the 0.5 "
+    "threshold, in top-k passes; independent: each layer selects 1/K of the tokens at random"
+)
+
+
+def measure(run: RunRecord, sequences: int | None = None) -> tuple[Diagnostics, int]:
+    """Diagnoses the newest checkpoint of a run.
+
+    Args:
+      run: a run with sparse layers and a checkpoint.
+      sequences: held-out sequences; None: as many as the run evaluates.
+
+    Returns:
+      The diagnostics, and the step of the checkpoint.
+
+    Raises:
+      RunClaimed: a worker trains the run now.
+      UserError: no whole checkpoint, or one of something else.
+    """
+    # Only now: a mistake is told without loading what training needs.
+    from xmod_jax.data import pipeline, sources
+    from xmod_jax.training.checkpoint import Checkpoints
+    from xmod_jax.training.compilation import jit
+    from xmod_jax.training.step import abstract_state
+
+    config, train = run.config, run.config.train
+    dataset = sources.load(config.data)
+    # Opening checkpoints clears half-written ones away: not under a worker that writes them.
+    with records.claim(run.directory), Checkpoints(run.directory, config, dataset.hash) as saved:
+        if saved.latest is None:
+            raise UserError(f"{run.directory}: no whole checkpoint yet: resume the run first")
+        state, _ = saved.restore(abstract_state(config))
+    batches = pipeline.eval_batches(
+        dataset,
+        train.context_length,
+        train.batch_size // train.accumulation,
+        sequences or train.eval_sequences,
+    )
+    return diagnose(state.model, state.thresholds, batches, jit), int(state.step)
+
+
+def write(run: RunRecord, found: Diagnostics, step: int) -> None:
+    """Writes diagnostics.json into the run's directory."""
+    place = {"hash": run.hash, "step": step, "context_length": run.config.train.context_length}
+    records.write_json(run.directory / FILE, place | found.record())
+
+
+def read(directory: pathlib.Path) -> Diagnostics | None:
+    """The diagnostics of a run directory; None where it has none.
+
+    Raises:
+      UserError: the file cannot be read.
+    """
+    path = directory / FILE
+    if not path.is_file():
+        return None
+    try:
+        return Diagnostics.from_record(records.read_json(path))
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: not diagnostics: {error!r}; run diagnose again") from error
+
+
+def table_rows(models: Mapping[str, Diagnostics]) -> list[tuple[str, ...]]:
+    """Cells under `HEADER`: a row for each model, threshold and length of interval."""
+    return [
+        _row(name, found, label, intervals)
+        for name, found in models.items()
+        for label, passes in (("calibrated", found.calibrated), ("0.5", found.threshold))
+        for intervals in passes
+    ]
+
+
+def _row(name: str, found: Diagnostics, label: str, intervals: Intervals) -> tuple[str, ...]:
+    reference = independent_subsets(intervals.layers, found.sparsity)
+    pairs = intervals.layers > 1
+    return (
+        name,
+        str(intervals.layers),
+        str(intervals.count),
+        label,
+        f"{100 * intervals.coverage:.2f}",
+        "-" if intervals.jaccard is None else f"{100 * intervals.jaccard:.2f}",
+        f"{100 * found.agreement:.2f}" if label == "0.5" else "-",
+        f"{100 * reference.coverage:.2f}",
+        f"{100 * reference.jaccard:.2f}" if pairs else "-",
+    )
+
+
+def table(models: Mapping[str, Diagnostics]) -> str:
+    """The text table, with its note."""
+    return f"{tables.text_table(HEADER, table_rows(models))}\n{NOTE}"

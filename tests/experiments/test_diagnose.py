@@ -1,0 +1,134 @@
+"""`python -m experiments.diagnose`: files, table, figure, and refusals in one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from experiments import diagnostics_figure, report_diagnostics
+from tests.training import small
+from xmod_jax import records
+from xmod_jax.diagnostics import Diagnostics, Intervals, independent_subsets
+from xmod_jax.errors import UserError
+from xmod_jax.records import RunRecord
+from xmod_jax.training import loop
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A sweep directory with one trained X-MoD run."""
+    root = tmp_path_factory.mktemp("sweep")
+    config = dataclasses.replace(small.run(steps=2, eval_every=0), name="xmod_a1k4")
+    with records.claim(root / config.name):
+        loop.train(config, root / config.name, lambda progress: None)
+    return root
+
+
+def _run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "experiments.diagnose", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_a_trained_run_gets_its_file_table_and_figure(trained):
+    done = _run(f"--workdir={trained}")
+    assert done.returncode == 0, done.stderr
+    run = RunRecord.load(trained / "xmod_a1k4")
+    stored = json.loads((run.directory / "diagnostics.json").read_text())
+    assert stored["hash"] == run.hash and stored["step"] == 2
+    found = report_diagnostics.read(run.directory)
+    assert found is not None and found.sequences == run.config.train.eval_sequences
+    (intervals,) = found.calibrated
+    assert intervals.layers == 4 and intervals.count == 1
+    assert sum(intervals.updates) == found.sequences * run.config.train.context_length
+    # The same model on the same tokens as the run's own last evaluation.
+    final = run.final
+    assert final is not None
+    assert intervals.coverage == pytest.approx(final["coverage"], abs=1e-5)
+    assert found.threshold[0].coverage == pytest.approx(final["coverage_threshold"], abs=1e-5)
+    assert found.agreement == pytest.approx(final["agreement"], abs=1e-5)
+    row = done.stdout.splitlines()[1].split()
+    assert row[:4] == ["xmod_a1k4", "4", "1", "calibrated"]
+    assert f"{100 * (1 - 0.75**4):.2f}" in row
+    for ending in ("png", "svg"):
+        assert (trained / f"update_counts.{ending}").stat().st_size > 5_000
+
+
+def test_a_run_in_training_is_left_alone(trained):
+    run = RunRecord.load(trained / "xmod_a1k4")
+    with records.claim(run.directory), pytest.raises(records.RunClaimed):
+        report_diagnostics.measure(run)
+
+
+def test_nothing_to_diagnose_is_one_line(tmp_path):
+    config = small.run("dense")
+    records.prepare(tmp_path / "dense", config)
+    records.prepare(tmp_path / "A1K4", small.run())
+    refused = _run(f"--workdir={tmp_path}")
+    assert refused.returncode == 2
+    lines = refused.stderr.strip().splitlines()
+    assert "dense: it has no sparse layer" in refused.stderr
+    assert "A1K4: it has no checkpoint" in refused.stderr
+    assert [line for line in lines if line.startswith("error")] == lines[-1:]
+    missing = _run(f"--workdir={tmp_path / 'nowhere'}")
+    assert missing.returncode == 2 and len(missing.stderr.strip().splitlines()) == 1
+
+
+def test_half_written_checkpoints_are_none(tmp_path):
+    config = small.run()
+    records.prepare(tmp_path, config)
+    (tmp_path / records.CHECKPOINTS / "2.orbax-checkpoint-tmp").mkdir(parents=True)
+    with pytest.raises(UserError, match="no whole checkpoint"):
+        report_diagnostics.measure(RunRecord.load(tmp_path))
+
+
+def test_a_broken_file_is_named(tmp_path):
+    assert report_diagnostics.read(tmp_path) is None
+    (tmp_path / "diagnostics.json").write_text('{"sparsity": 4}')
+    with pytest.raises(UserError, match=r"diagnostics\.json: not diagnostics"):
+        report_diagnostics.read(tmp_path)
+
+
+def _diagnostics(layers: int, sparsity: int) -> Diagnostics:
+    updates = tuple(int(share * 1e6) for share in independent_subsets(layers, sparsity).updates)
+    intervals = (Intervals(layers, 2, 0.6, 0.03, updates),)
+    return Diagnostics(sparsity, 8, intervals, intervals, 0.98)
+
+
+def test_the_curves_pass_the_integer_heights_and_never_fall_below_0():
+    shares = independent_subsets(16, 16).updates
+    shares[5] = 0.2  # a bump that a cubic spline would overshoot around
+    x, y = diagnostics_figure.smooth(shares)
+    assert y.min() >= 0 and y.max() <= shares.max() + 1e-12
+    np.testing.assert_allclose(np.interp(np.arange(17), x, y), shares, atol=1e-12)
+
+
+def test_a_panel_for_each_model_and_length_with_the_binomial_dashed():
+    short = _diagnostics(8, 4)
+    both = dataclasses.replace(
+        short,
+        calibrated=(*_diagnostics(16, 4).calibrated, *short.calibrated),
+        threshold=(*_diagnostics(16, 4).threshold, *short.threshold),
+    )
+    figure = diagnostics_figure.figure({"a": _diagnostics(16, 16), "b": both})
+    titles = [axes.get_title() for axes in figure.axes if axes.get_visible()]
+    assert titles == ["a, K = 16, T = 16", "b, K = 4, T = 16", "b, K = 4, T = 8"]
+    for axes in figure.axes[:3]:
+        dashed = [line for line in axes.lines if line.get_linestyle() == "--"]
+        assert [line.get_label() for line in dashed] == ["independent (binomial)"]
+        assert {line.get_marker() for line in axes.lines} == {"None", "o", "s"}
+
+
+def test_collapse_is_visible_at_both_ends():
+    updates = np.zeros(17)
+    updates[[0, 16]] = 0.9, 0.1
+    assert diagnostics_figure.last_visible(updates) == 16
+    assert diagnostics_figure.last_visible(independent_subsets(48, 16).updates) < 12
