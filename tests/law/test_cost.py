@@ -1,4 +1,4 @@
-"""How long the law takes, and how much the closed form saves; `-s` prints the figures."""
+"""How long the law takes, and how much the closed form saves; `-n0 -s` prints the figures."""
 
 import dataclasses
 import time

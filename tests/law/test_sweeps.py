@@ -97,8 +97,9 @@ def test_losses_of_different_scales_or_data_are_not_compared(tmp_path):
 def test_a_missing_loss_names_the_run(tmp_path):
     dense = _runs()[0]
     records.prepare(tmp_path / "old", dense)
-    records.append(tmp_path / "old" / records.EVAL, {"step": 1, "flops": 1e9, "tokens": 10})
-    records.mark_done(tmp_path / "old", {"step": 1})
+    record = {"step": 1, "flops": 1e9, "tokens": 10, "loss_topk": 2.0, "loss_threshold": 2.0}
+    records.append(tmp_path / "old" / records.EVAL, record)
+    records.mark_done(tmp_path / "old", record)
     message = _refusal(lambda: collect([tmp_path]))
     assert "old" in message and "loss_calibrated" in message
 
