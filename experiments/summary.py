@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import pathlib
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -20,6 +22,7 @@ from experiments import planning, tables
 from experiments.registry import Experiment
 from experiments.runner import Outcome
 from xmod_jax.config import RunConfig
+from xmod_jax.law.observations import FLOPS_TOLERANCE
 from xmod_jax.records import Record
 
 FIGURE = "loss_against_k"
@@ -52,8 +55,8 @@ LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
 class Result:
     """A finished run: its configuration, last evaluation, and the dense loss it competes with.
 
-    `dense_loss` is the calibrated loss of the dense run of equal family and context, whose FLOPs
-    are the same to one step; None while that is not finished.
+    `dense_loss` is the calibrated loss of the dense run of equal family, context and FLOPs (to a
+    step or two); None while that is not finished.
     """
 
     run: RunConfig
@@ -63,29 +66,40 @@ class Result:
     @property
     def delta(self) -> float | None:
         """Loss minus the dense loss; None for a dense run or without a finished reference."""
-        if self.dense_loss is None or not self.run.model.hierarchy.sparse_layers:
+        if self.dense_loss is None or self.run.architecture == "dense":
             return None
         return self.final["loss_calibrated"] - self.dense_loss
-
-
-def _reference(run: RunConfig) -> tuple[str, int]:
-    return run.family, run.train.context_length
 
 
 def results(experiment: Experiment, workdir: pathlib.Path) -> list[Result]:
     """The finished runs of an experiment in its work directory, in the experiment's order."""
     started = planning.started(experiment.runs, workdir)
-    finished = [
-        (run, final)
-        for run in experiment.runs
-        if run.name in started and (final := started[run.name].final) is not None
-    ]
-    dense = {
-        _reference(run): final["loss_calibrated"]
-        for run, final in finished
-        if run.architecture == "dense"
-    }
-    return [Result(run, final, dense.get(_reference(run))) for run, final in finished]
+    return compare(
+        [
+            (run, final)
+            for run in experiment.runs
+            if run.name in started and (final := started[run.name].final) is not None
+        ]
+    )
+
+
+def compare(finished: Sequence[tuple[RunConfig, Record]]) -> list[Result]:
+    """Finished runs with their last evaluations, each beside its dense reference."""
+    dense = [(run, final) for run, final in finished if run.architecture == "dense"]
+    return [Result(run, final, _dense_loss(run, final, dense)) for run, final in finished]
+
+
+def _dense_loss(
+    run: RunConfig, final: Record, dense: Sequence[tuple[RunConfig, Record]]
+) -> float | None:
+    """Loss of the dense run of equal family, context and data that is closest in FLOPs."""
+    key = lambda run: (run.family, run.train.context_length, run.data)
+    distance = lambda other: abs(math.log(other["flops"] / final["flops"]))
+    peers = [other for peer, other in dense if key(peer) == key(run)]
+    nearest = min(peers, key=distance, default=None)
+    if nearest is None or distance(nearest) > FLOPS_TOLERANCE:
+        return None
+    return nearest["loss_calibrated"]
 
 
 def _cell(value: float | None, digits: str) -> str:
