@@ -211,11 +211,9 @@ def _rerun(sweep: Sweep) -> str:
     """Commands that train, diagnose and report the sweep again, and each run by itself."""
     whole = dict.fromkeys(_command("sweep", run, run.directory.parent) for run in sweep.runs)
     folders = shlex.quote(",".join(map(str, sweep.workdirs)))
-    commands = [
-        *whole,
-        f"python -m experiments.diagnose --workdir={folders}",
-        f"python -m experiments.report --workdir={folders}",
-    ]
+    commands = [*whole, f"python -m experiments.report --workdir={folders}"]
+    if any(configuration.sparse for configuration in sweep.configurations):
+        commands.insert(-1, f"python -m experiments.diagnose --workdir={folders}")
     single = [
         f"{_command('train', run, run.directory.parent)} --run={shlex.quote(run.config.name)}"
         for run in sweep.runs

@@ -25,6 +25,7 @@ _CSS = """
 html{-webkit-text-size-adjust:100%;text-size-adjust:100%}
 body{margin:0;background:var(--paper);color:var(--ink);font:16px/1.55 var(--sans)}
 main{max-width:82rem;margin:0 auto;padding:1.5rem clamp(.75rem,3vw,2rem) 4rem}
+h1,h2,nav a{overflow-wrap:anywhere}
 h1{font-size:clamp(1.45rem,4vw,2rem);line-height:1.2;margin:.25rem 0 .5rem}
 h2{font-size:clamp(1.2rem,3vw,1.5rem);line-height:1.25;margin:0 0 .5rem}
 h3{font-size:1.02rem;margin:1.75rem 0 .5rem}
