@@ -18,6 +18,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
+import pathlib
 import platform
 import re
 import statistics
@@ -44,6 +46,9 @@ _WIDTH = flags.DEFINE_integer("width", 256, "D; heads of 64, d_ff = 3 D", lower_
 _DEPTH = flags.DEFINE_list("active_depth", ["28"], "active depth, one or one for each model")
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "measurements of each contender", lower_bound=1)
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file for the results")
+
+
+_MAX_DEPTH = 10_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +86,8 @@ def _depths() -> list[int]:
         raise UserError(f"--active_depth={','.join(_DEPTH.value)}: not integers") from error
     if len(depths) not in (1, len(_MODELS.value)):
         raise UserError("--active_depth takes one depth, or one for each of --models")
+    if not all(0 < depth <= _MAX_DEPTH for depth in depths):
+        raise UserError(f"--active_depth={','.join(_DEPTH.value)}: from 1 to {_MAX_DEPTH}")
     return depths * (len(_MODELS.value) // len(depths))
 
 
@@ -230,9 +237,20 @@ def _rows(
     return rows
 
 
+def _check_flags() -> None:
+    """Finds a mistake before the measurement, not after it."""
+    if not _MODELS.value or not all(_MODELS.value):
+        raise UserError(f"--models={','.join(_MODELS.value)}: name at least one model, none empty")
+    if _OUTPUT.value:
+        path = pathlib.Path(_OUTPUT.value)
+        if path.is_dir() or not os.access(path.parent, os.W_OK) or not path.parent.is_dir():
+            raise UserError(f"--output={path}: not a file in a folder that can be written to")
+
+
 def main() -> None:
     """Measures one suite and prints it."""
     suite = _SUITE.value
+    _check_flags()
     contenders = _contenders(arrays=suite in ("training", "evaluation", "optimizer"))
     measure = {
         "training": _training,

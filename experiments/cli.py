@@ -8,6 +8,7 @@ A command module defines its absl flags and a `main` without arguments, and ends
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -51,6 +52,9 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     reader of the output has gone. ``--help`` prints the docstring and flags of main's module.
     Any other exception is a fault of the program and keeps its traceback.
     """
+    # Python has no stream where the caller closed the descriptor.
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     absl_logging.get_absl_logger().addFilter(_worth_logging)
     sys.exit(_status(main))
 
@@ -93,8 +97,9 @@ def _parse_and_call(main: Callable[[], int | None]) -> int:
 
 
 def _say(message: str) -> None:
-    """Prints a message to stderr as one line, whatever line breaks it has."""
-    print(" ".join(message.split()), file=sys.stderr)
+    """Prints a message to stderr as one line, whatever line breaks it has; nobody may listen."""
+    with contextlib.suppress(OSError):
+        print(" ".join(message.split()), file=sys.stderr, flush=True)
 
 
 def _path_trouble(error: Exception) -> str | None:
@@ -138,11 +143,12 @@ def _reader_gone() -> bool:
 
 
 def _settle_output() -> None:
-    """Flushes stdout; drops what cannot be written, else the interpreter complains as it exits."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    """Flushes; drops what cannot be written, else the interpreter complains as it exits."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _wants_help(arguments: list[str]) -> bool:

@@ -12,6 +12,7 @@ from experiments.progress import Display, Progress
 from experiments.registry import Experiment
 from xmod_jax import records
 from xmod_jax.config import RunConfig, config_hash
+from xmod_jax.data import sources
 from xmod_jax.errors import UserError
 from xmod_jax.records import RunClaimed, Status
 
@@ -59,6 +60,8 @@ def choose_workdir(experiment: Experiment, given: str | None) -> pathlib.Path:
     if (workdir / records.SWEEP).exists():
         stored = records.read_json(workdir / records.SWEEP)
         theirs = (stored.get("experiment"), stored.get("scale"))
+        if None in theirs:
+            raise UserError(f"{workdir / records.SWEEP}: not a sweep's: choose another folder")
         if theirs != (experiment.name, experiment.scale):
             raise UserError(
                 f"--workdir={workdir} holds {theirs[0]} at {theirs[1]} scale, not "
@@ -70,7 +73,13 @@ def choose_workdir(experiment: Experiment, given: str | None) -> pathlib.Path:
 
 
 def write_sweep(experiment: Experiment, workdir: pathlib.Path) -> None:
-    """Makes the work directory and its sweep.json, which names all runs with their hashes."""
+    """Makes the work directory and its sweep.json, which names all runs with their hashes.
+
+    Raises:
+      UserError: the runs' data cannot be had; told before anything binds the folder to them.
+    """
+    for data in dict.fromkeys(run.data for run in experiment.runs):
+        sources.check(data)
     workdir.mkdir(parents=True, exist_ok=True)
     runs = [{"name": run.name, "hash": config_hash(run)} for run in experiment.runs]
     content = {"experiment": experiment.name, "scale": experiment.scale, "runs": runs}

@@ -14,6 +14,7 @@ from experiments import registry
 from experiments.auto_scale import auto_scale, local_devices
 from experiments.registry import Experiment
 from experiments.scales import SCALES
+from xmod_jax.config import MAX_SEED
 from xmod_jax.errors import UserError
 
 AUTO = "auto"
@@ -31,6 +32,7 @@ _SEED = flags.DEFINE_integer(
     None,
     "seed of parameters and data order (the experiment's own when not given)",
     lower_bound=0,
+    upper_bound=MAX_SEED,
 )
 _DATA = flags.DEFINE_string(
     "data", None, "prepared data directory, or embedded (the scale's own when not given)"

@@ -29,7 +29,7 @@ flags.adopt_module_key_flags(selection)
 def main() -> int:
     """Plans, trains, reports."""
     experiment = selection.selected()
-    runs = planning.shard(experiment.select(_ONLY.value), _SHARD.value)
+    runs = planning.shard(experiment.select([name for name in _ONLY.value if name]), _SHARD.value)
     workdir = runner.choose_workdir(experiment, _WORKDIR.value)
     if not runs:
         print(f"--shard={_SHARD.value} has no run: there are fewer runs than shards")

@@ -94,7 +94,7 @@ def test_a_layer_of_experts(monkeypatch):
     block = jax.eval_shape(lambda: moe.MoEBlock(BACKBONE, experts, rngs=nnx.Rngs(0)))
     x, where = stream(L, 512), phases(L)
     saved = jax.eval_shape(moe.moe_forward, block, x, where, None)[2]
-    forward = count(lambda *a: moe.moe_forward(*a, None)[:2], block, x, where)
+    forward = count(lambda b, x, p: moe.moe_forward(b, x, p, None)[:2], block, x, where)
 
     def backward(block, x, where, saved, bar):
         layer = lambda block, x: moe.moe_forward(block, x, where, None, saved)[0]

@@ -178,8 +178,53 @@ def test_only_a_finished_run_has_a_final_evaluation(tmp_path):
     assert run.final is None
     assert [record["step"] for record in run.evals] == [4, 8]
     assert run.train == [{"step": 1, "loss": 3.0}]
-    records.mark_done(tmp_path, {"step": 8})
-    assert run.final == {"step": 8, "loss_calibrated": 1.0}
+    final = dict.fromkeys(
+        ("tokens", "flops", "loss_topk", "loss_threshold", "loss_calibrated"), 1.0
+    )
+    records.mark_done(tmp_path, {"step": 8} | final)
+    done = records.RunRecord.load(tmp_path)
+    assert done.final == {"step": 8} | final
+    # The mark holds it: the lines may be lost.
+    (tmp_path / records.EVAL).unlink()
+    assert records.RunRecord.load(tmp_path).final == done.final
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{}", '{"final": []}', '{"final": {"step": 8}}', '{"final": {"step": 8, "x": "y"}}'],
+)
+def test_a_done_mark_without_the_final_evaluation_is_one_line(tmp_path, content):
+    records.prepare(tmp_path, CONFIG)
+    (tmp_path / records.DONE).write_text(content)
+    with pytest.raises(UserError, match="DONE") as refusal:
+        _ = records.RunRecord.load(tmp_path).final
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("[1]", "not a JSON object"),
+        ('{"x": 1}', "has no step"),
+        ('{"step": "two"}', "has no step"),
+        ('{"step": 2, "loss": "low"}', "no number as loss"),
+        ('{"step": 2, "loss": [1]}', "no number as loss"),
+    ],
+)
+def test_a_line_that_is_no_record_is_named(tmp_path, line, told):
+    path = tmp_path / "train.jsonl"
+    path.write_text(f'{{"step": 1, "loss": null, "scale": "mini"}}\n{line}\n')
+    for read in (records.read_lines, lambda path: records.truncate_after(path, 5)):
+        with pytest.raises(UserError, match=f"line 2 .*{told}"):
+            read(path)
+
+
+def test_a_failed_write_names_the_path_that_was_asked_for(tmp_path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError) as failure:
+        records.write_json(tmp_path / "folder", {})
+    assert failure.value.filename == str(tmp_path / "folder")
+    assert list(tmp_path.iterdir()) == [tmp_path / "folder"]
 
 
 def test_runs_are_found_in_run_and_sweep_folders_each_once(tmp_path):
@@ -202,9 +247,20 @@ def test_a_path_that_is_no_run_is_named(tmp_path):
         records.find_runs([tmp_path])
 
 
-@pytest.mark.parametrize("content", ["", "[1]", '{"hash": "x"}', '{"hash": 1, "config": {}}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[1]",
+        '{"hash": "x"}',
+        '{"hash": 1, "config": {}}',
+        '{"hash": 1, "config": []}',
+        '{"hash": 1, "config": null, "accounting": []}',
+    ],
+)
 def test_a_config_that_cannot_be_read_is_one_line(tmp_path, content):
     (tmp_path / "config.json").write_text(content)
-    with pytest.raises(UserError, match=r"config\.json") as refusal:
-        records.find_runs([tmp_path])
-    assert "\n" not in str(refusal.value)
+    for read in (lambda: records.find_runs([tmp_path]), lambda: records.prepare(tmp_path, CONFIG)):
+        with pytest.raises(UserError, match=r"config\.json|holds a run of another") as refusal:
+            read()
+        assert "\n" not in str(refusal.value)

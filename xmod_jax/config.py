@@ -19,6 +19,7 @@ from xmod_jax.hierarchy import Hierarchy
 
 GPT2_VOCABULARY = 50_257
 BYTE_VOCABULARY = 257  # 256 bytes and the end-of-text token
+MAX_SEED = 2**32 - 1  # generators of random numbers take 32 bits
 T = TypeVar("T")
 
 
@@ -279,6 +280,8 @@ class TrainConfig:
         for name in ("alignment", "eval_every", "checkpoint_every", "seed"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if self.seed > MAX_SEED:
+            raise ValueError(f"seed must be at most {MAX_SEED}, got {self.seed}")
 
     @property
     def tokens_per_step(self) -> int:

@@ -39,6 +39,9 @@ DONE = "DONE"
 FAILED = "FAILED"
 LOCK = ".lock"
 SWEEP = "sweep.json"
+_LABELS = ("scale",)  # of a record; all else in it are numbers
+# What every evaluation holds.
+_EVALUATED = ("tokens", "flops", "loss_topk", "loss_threshold", "loss_calibrated")
 # The fields that `config_hash` covers: the others are labels.
 _HASHED = ("model", "train", "data")
 
@@ -82,8 +85,8 @@ def write_atomically(path: Path, content: bytes) -> None:
         temporary.rename(path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        # A failed write names no file by itself.
-        if isinstance(error, OSError) and error.filename is None:
+        # A failed write names no file by itself, a failed opening one that the user never gave.
+        if isinstance(error, OSError) and error.filename in (None, os.fspath(temporary)):
             error.filename = os.fspath(path)
         raise
     # The rename itself is on disk only once the folder is.
@@ -155,11 +158,20 @@ def _end_of_lines(descriptor: int) -> int:
     return 0
 
 
+def sync(path: Path) -> None:
+    """Forces a file's lines to disk, so that a checkpoint never outlives the records before it."""
+    path = pathlib.Path(path)
+    if path.exists():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
 def read_lines(path: Path) -> list[Record]:
     """The records of a JSON-lines file, in order; empty when there is no file.
 
     Raises:
-      UserError: a line that is not a JSON object; a torn last line is ignored instead.
+      UserError: a line that is not a record (an object with an integer ``step``, of numbers, nulls
+        and, for labels, text); a torn last line is ignored instead.
     """
     try:
         content = pathlib.Path(path).read_bytes()
@@ -172,10 +184,26 @@ def read_lines(path: Path) -> list[Record]:
             record = json.loads(line)
         except ValueError as error:
             raise UserError(f"{path}: line {number} is not JSON: {error}") from error
-        if not isinstance(record, dict):
-            raise UserError(f"{path}: line {number} is not a JSON object")
+        if trouble := _not_a_record(record):
+            raise UserError(
+                f"{path}: line {number} {trouble}: remove the line, or the run directory to train "
+                "it again"
+            )
         records.append(record)
     return records
+
+
+def _not_a_record(value: Any) -> str | None:
+    """What keeps a JSON value from being a record of a step, or None."""
+    if not isinstance(value, dict):
+        return "is not a JSON object"
+    if not isinstance(value.get("step"), int):
+        return "has no step"
+    for key, entry in value.items():
+        number = isinstance(entry, int | float) and not isinstance(entry, bool)
+        if not (number or entry is None or key in _LABELS):
+            return f"has no number as {key}"
+    return None
 
 
 def truncate_after(path: Path, step: int) -> None:
@@ -218,7 +246,9 @@ def check_same_run(directory: Path, config: RunConfig) -> None:
     if stored.get("hash") == config_hash(config):
         return
     ours = to_dict(config)
-    theirs = stored.get("config", {})
+    theirs = stored.get("config")
+    if not isinstance(theirs, dict):
+        raise UserError(f"{path}: no run's configuration: choose another work directory")
     difference = first_difference(
         {name: theirs.get(name) for name in _HASHED}, {name: ours[name] for name in _HASHED}
     )
@@ -334,7 +364,10 @@ class RunRecord:
         stored = read_json(path)
         try:
             config = from_dict(RunConfig, stored["config"])
-            return cls(directory, config, stored["hash"], stored["accounting"])
+            accounted = stored["accounting"]
+            if not isinstance(accounted, dict):
+                raise ValueError("accounting is not an object")
+            return cls(directory, config, stored["hash"], accounted)
         except KeyError as error:
             raise UserError(f"{path}: no field {error}") from error
         except (ValueError, TypeError) as error:
@@ -355,10 +388,24 @@ class RunRecord:
         """The training records, in order of steps."""
         return read_lines(self.directory / TRAIN)
 
-    @property
+    @functools.cached_property
     def final(self) -> Record | None:
-        """The last evaluation of a finished run, None for any other."""
-        return self.evals[-1] if self.status is Status.DONE and self.evals else None
+        """The last evaluation of a finished run, None for any other.
+
+        Raises:
+          UserError: the DONE mark does not hold it.
+        """
+        if self.status is not Status.DONE:
+            return None
+        path = self.directory / DONE
+        final = read_json(path).get("final")
+        lacks = [key for key in _EVALUATED if key not in final] if isinstance(final, dict) else []
+        trouble = _not_a_record(final) or (f"lacks {lacks[0]}" if lacks else None)
+        if trouble:
+            raise UserError(
+                f"{path}: its final evaluation {trouble}: remove {DONE} and start the run again"
+            )
+        return final
 
 
 def find_runs(paths: Iterable[Path]) -> list[RunRecord]:
@@ -377,7 +424,8 @@ def find_runs(paths: Iterable[Path]) -> list[RunRecord]:
         elif path.is_dir():
             directories = sorted(config.parent for config in path.glob(f"*/{CONFIG}"))
         else:
-            raise UserError(f"{path}: no such folder")
+            what = "a file, not a folder" if path.exists() else "no such folder"
+            raise UserError(f"{path}: {what}: give run or sweep directories")
         if not directories and (path / SWEEP).is_file():
             raise UserError(f"{path}: a sweep that has no run yet: start it first")
         if not directories:

@@ -246,3 +246,18 @@ def test_full_disk_behind_stdout_is_one_line(tmp_path: pathlib.Path) -> None:
         process = _start(tmp_path, "--name=x", out=full)
         _, err = process.communicate(timeout=60)
     _assert_one_line((process.returncode, "", err), "free some space")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "2>/dev/full"])
+@pytest.mark.parametrize(("arguments", "status"), [("--name=x", 0), ("--count=many", 2)])
+def test_streams_that_nobody_reads_change_no_status(
+    tmp_path: pathlib.Path, closed: str, arguments: str, status: int
+) -> None:
+    (tmp_path / "command.py").write_text(_COMMAND)
+    shell = f"{sys.executable} command.py {arguments} {closed}"
+    environment = os.environ | {"PYTHONPATH": str(_ROOT)}
+    result = subprocess.run(
+        shell, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == status
+    assert "Traceback" not in result.stderr

@@ -66,6 +66,17 @@ def test_a_work_directory_of_another_configuration_is_refused(command, tmp_path)
     assert "train.seed is 4 there, 0 here" in result.stderr and result.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "flag", ["--data=nowhere", "--data=", "--seed=99999999999999999999"], ids=lambda flag: flag
+)
+def test_a_mistake_does_not_bind_the_folder_to_itself(flag, tmp_path):
+    workdir = tmp_path / "sweep"
+    arguments = ["--experiment=k_sweep_2k", "--scale=mini", "--run=dense", f"--workdir={workdir}"]
+    result = run_command("train", *arguments, flag)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
+    assert not workdir.exists()
+
+
 @pytest.mark.parametrize("command", ["sweep", "train"])
 def test_a_folder_that_cannot_be_made_is_one_line(command, tmp_path):
     (tmp_path / "file").touch()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -99,6 +100,53 @@ def test_starting_a_finished_run_again_takes_no_step(finished):
     seen: list[loop.Progress] = []
     assert loop.train(small.run(), directory, seen.append) == final
     assert seen == []
+
+
+@pytest.fixture
+def dying(finished, tmp_path):
+    """The finished run as a death just before its DONE mark leaves it."""
+    directory = tmp_path / "dying"
+    shutil.copytree(finished[0], directory)
+    (directory / records.DONE).unlink()
+    return directory
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_a_lost_last_evaluation_is_made_again(kept, dying, finished):
+    lines = (dying / records.EVAL).read_bytes().splitlines(keepends=True)
+    (dying / records.EVAL).write_bytes(b"".join(lines[:kept]))
+    assert loop.train(small.run(), dying, lambda _: None)["step"] == 8
+    assert curve(dying, records.EVAL)[-1] == curve(finished[0], records.EVAL)[-1]
+
+
+def damage(directory, steps):
+    for step in steps:
+        for file in (directory / records.CHECKPOINTS / str(step)).rglob("*"):
+            if file.is_file():
+                file.write_bytes(file.read_bytes()[: file.stat().st_size // 3])
+
+
+def test_a_damaged_newest_checkpoint_is_set_aside_for_the_one_before(dying, finished, caplog):
+    damage(dying, [8])
+    loop.train(small.run(), dying, lambda _: None)
+    assert curve(dying) == curve(finished[0])
+    assert "checkpoint 8 cannot be read" in caplog.text and "resuming from 6" in caplog.text
+    assert (dying / "checkpoints_damaged" / "8").is_dir()
+
+
+def test_when_no_checkpoint_can_be_read_nothing_is_touched(dying):
+    damage(dying, [6, 8])
+    before = sorted(dying.rglob("*"))
+    with pytest.raises(UserError, match="no checkpoint can be read"):
+        loop.train(small.run(), dying, lambda _: None)
+    assert sorted(dying.rglob("*")) == before
+
+
+def test_a_gap_in_the_curve_is_told(dying, caplog):
+    lines = (dying / records.TRAIN).read_bytes().splitlines(keepends=True)
+    (dying / records.TRAIN).write_bytes(b"".join(lines[:5]))
+    loop.train(small.run(), dying, lambda _: None)
+    assert "ends at step 5, the checkpoint is of step 8" in caplog.text
 
 
 def data_hash():

@@ -12,7 +12,13 @@ import numpy as np
 from tests.training import small
 from xmod_jax.config import ModelConfig, MoE
 from xmod_jax.hierarchy import Hierarchy
-from xmod_jax.training.step import accumulated_gradient, initial_state, make_step
+from xmod_jax.training.checkpoint import named_leaves
+from xmod_jax.training.step import (
+    abstract_state,
+    accumulated_gradient,
+    initial_state,
+    make_step,
+)
 
 
 def batch(seed: int = 0) -> jax.Array:
@@ -74,3 +80,10 @@ def test_experts_learn_and_their_biases_move_by_load_alone():
     for seed in range(1, 4):
         state, metrics = step(state, batch(seed))
     assert step._cache_size() == 1 and bool(jnp.isfinite(metrics.loss))
+
+
+def test_expert_biases_are_in_the_checkpoint():
+    model = ModelConfig(small.BACKBONE, Hierarchy.dense(2), moe=MoE(6, 2, 1, 8))
+    state = abstract_state(dataclasses.replace(small.run(), model=model))
+    biases = {n: leaf.shape for n, leaf in named_leaves(state).items() if n.endswith("bias.value")}
+    assert biases == {"model.prefix.ffn.bias.value": (2, 6)}

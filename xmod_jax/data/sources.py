@@ -48,10 +48,18 @@ def load(config: DataConfig) -> Dataset:
     Raises:
       UserError: the source is unknown.
     """
-    builder = _SOURCES.get(config.source)
-    if builder is None:
+    check(config)
+    return _SOURCES[config.source]()
+
+
+def check(config: DataConfig) -> None:
+    """Refuses a source that `load` does not know, without reading anything.
+
+    Raises:
+      UserError: the source is unknown.
+    """
+    if config.source not in _SOURCES:
         raise UserError(f"unknown data source {config.source!r}; known: {', '.join(_SOURCES)}")
-    return builder()
 
 
 def from_texts(name: str, texts: Iterable[str], tokenizer: Tokenizer) -> Dataset:

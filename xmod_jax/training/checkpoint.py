@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from absl import logging
 
 from xmod_jax import records
 from xmod_jax.config import RunConfig, config_hash, to_dict
@@ -90,10 +91,39 @@ class Checkpoints:
         Args:
           like: a state, or its shapes and dtypes (`abstract_state`).
 
+        Where it cannot be read the one before is used; the unreadable are then set aside, told by
+        a warning. Nothing is moved while none can be read.
+
         Raises:
-          UserError: it belongs to another architecture or other data; names the difference.
+          UserError: it belongs to another architecture or other data, naming the difference; or no
+            checkpoint can be read.
         """
-        step = self._manager.latest_step()
+        damaged = {}
+        for step in sorted(self._manager.all_steps(), reverse=True):
+            try:
+                found = self._read(step, like)
+            except UserError:
+                raise
+            except Exception as error:  # whatever a library makes of damaged bytes
+                damaged[step] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+                continue
+            for newer, reason in damaged.items():
+                aside = self._set_aside(newer)
+                logging.warning(
+                    "checkpoint %d cannot be read (%s): moved to %s, resuming from %d",
+                    newer,
+                    reason,
+                    aside,
+                    step,
+                )
+            return found
+        reason = next(iter(damaged.values()), "there is none")
+        raise UserError(
+            f"{self._folder}: no checkpoint can be read ({reason}): remove {self._folder.parent} "
+            "to train the run from its start"
+        )
+
+    def _read(self, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, named_leaves(like))
         meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))
         self._check(meta["meta"], step)
@@ -102,6 +132,18 @@ class Checkpoints:
         structure = jax.tree.structure(like)
         state = jax.tree.unflatten(structure, [leaves[name] for name in named_leaves(like)])
         return state, meta["meta"]["data_state"]
+
+    def _set_aside(self, step: int) -> pathlib.Path:
+        """Moves a checkpoint out of the way; nothing is deleted that somebody could still mend."""
+        aside = self._folder.with_name(f"{records.CHECKPOINTS}_damaged") / str(step)
+        number = 0
+        while aside.exists():
+            number += 1
+            aside = aside.with_name(f"{step}.{number}")
+        aside.parent.mkdir(exist_ok=True)
+        (self._folder / str(step)).rename(aside)
+        self._manager.reload()
+        return aside
 
     def _check(self, meta: dict[str, Any], step: int | None) -> None:
         where = f"{self._folder / str(step)}"

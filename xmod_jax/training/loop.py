@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from absl import logging
 from tensorboardX import SummaryWriter
 
 from xmod_jax import accounting, records
@@ -124,7 +125,12 @@ class _Run:
                 if evaluates:
                     self._record_evaluation(step, state)
                 if saves:
+                    self._sync_records()
                     self.checkpoints.save(state, self.batches.get_state())
+            # A death between the last checkpoint and its records: they are made again.
+            if self._last_step(records.EVAL) != self.train.steps:
+                self._record_evaluation(self.train.steps, state)
+        self._sync_records()
         self.checkpoints.wait()
         final = records.read_lines(self.directory / records.EVAL)[-1]
         records.mark_done(self.directory, final)
@@ -139,7 +145,22 @@ class _Run:
             self.batches.set_state(position)
         for name in (records.TRAIN, records.EVAL):
             records.truncate_after(self.directory / name, int(state.step))
+        if (last := self._last_step(records.TRAIN)) < int(state.step):
+            logging.warning(
+                "%s ends at step %d, the checkpoint is of step %d: the curve keeps a gap",
+                self.directory / records.TRAIN,
+                last,
+                int(state.step),
+            )
         return state
+
+    def _last_step(self, name: str) -> int:
+        lines = records.read_lines(self.directory / name)
+        return lines[-1]["step"] if lines else 0
+
+    def _sync_records(self) -> None:
+        for name in (records.TRAIN, records.EVAL):
+            records.sync(self.directory / name)
 
     def _due(self, step: int, every: int) -> bool:
         return step == self.train.steps or (every > 0 and step % every == 0)
