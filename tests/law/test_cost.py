@@ -13,7 +13,7 @@ from xmod_jax.law.fit import Units, fit
 from xmod_jax.law.observations import Table, observe
 from xmod_jax.law.stage import first_stage
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timed]
 TABLE = Table.of(observe(paper_rows(noise=0.008, seed=1)))
 
 

@@ -17,7 +17,7 @@ from xmod_jax.nn import routed_stage
 from xmod_jax.training.compilation import jit
 from xmod_jax.training.step import training_loss
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timed]
 
 
 def lowered(name: str, active_depth: int = 28, width: int = 256, length: int = 2048):
