@@ -17,7 +17,7 @@ from typing import TypeVar
 from experiments import registry, report_diagnostics, summary
 from experiments.summary import Result
 from xmod_jax import records
-from xmod_jax.config import RunConfig, config_hash
+from xmod_jax.config import RunConfig, config_hash, seedless_hash
 from xmod_jax.diagnostics import Diagnostics
 from xmod_jax.records import RunRecord, Status
 
@@ -181,7 +181,7 @@ def _sweep(
     return Sweep(
         experiment,
         scale,
-        tuple(_configuration(group, results) for group in _by(seedless_hash, distinct)),
+        tuple(_configuration(group, results) for group in _by(_named, distinct)),
         {folder: names for folder, names in missing.items() if names},
         len(runs) - len(distinct),
     )
@@ -219,16 +219,14 @@ def _by(key: Callable[[T], str], items: Iterable[T]) -> list[list[T]]:
     return list(groups.values())
 
 
-def seedless_hash(run: RunRecord) -> str:
-    """Identity of a run's configuration but for its seed, with its name."""
-    train = dataclasses.replace(run.config.train, seed=0)
-    return f"{run.config.name} {config_hash(dataclasses.replace(run.config, train=train))}"
+def _named(run: RunRecord) -> str:
+    return f"{run.config.name} {seedless_hash(run.config)}"
 
 
 def together(sweeps: Sequence[Sweep]) -> list[Configuration]:
     """The finished configurations of all sweeps, each once (a dense run may stand in several)."""
     everything = [configuration for sweep in sweeps for configuration in sweep.finished]
-    key = lambda configuration: seedless_hash(configuration.runs[0]).split()[-1]
+    key = lambda configuration: seedless_hash(configuration.config)
     return [max(group, key=lambda c: len(c.results)) for group in _by(key, everything)]
 
 

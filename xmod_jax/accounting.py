@@ -328,9 +328,8 @@ def train_hardware_flops_per_token(
       block: edge of an attention block, in tokens (see `attention_pairs`).
       recompute: count what rematerialisation executes again: the products of every layer that a
         gradient needs, and the attention of sparse layers (that of the others is saved). True is
-        what a device does
-        (``hardware_flops`` of the records); False is the model's own work, the count that `mfu`
-        wants.
+        what a device does (``hardware_flops`` of the records); False is the model's own work, the
+        count that `mfu` wants.
     """
     done = _executed(model, context_length, block)
     flops = 3 * done.matmul + 3.5 * done.attention + 3 * done.head

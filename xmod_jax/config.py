@@ -359,3 +359,8 @@ def config_hash(config: RunConfig) -> str:
     """Identity of a run's computation: model, training and data, not its labels."""
     parts = [to_dict(config.model), to_dict(config.train), to_dict(config.data)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def seedless_hash(config: RunConfig) -> str:
+    """`config_hash` of the run with seed 0: equal for runs that differ in their seed alone."""
+    return config_hash(dataclasses.replace(config, train=dataclasses.replace(config.train, seed=0)))

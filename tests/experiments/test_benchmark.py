@@ -1,23 +1,12 @@
 """`benchmark` refuses mistakes before it measures, and prints what it measured."""
 
 import json
-import pathlib
-import subprocess
-import sys
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[2]
+from tests.experiments.commands import run_command
+
 TINY = ["--context=16", "--batch=1", "--width=128", "--active_depth=6", "--rounds=1"]
-
-
-def run_command(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "experiments.benchmark", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
 
 
 @pytest.mark.parametrize(
@@ -36,7 +25,7 @@ def run_command(*arguments):
     ],
 )
 def test_mistakes_are_one_line_and_status_2(arguments, told):
-    result = run_command("--suite=memory", *arguments)
+    result = run_command("benchmark", "--suite=memory", *arguments)
     assert result.returncode == 2
     assert told in result.stderr and result.stderr.count("\n") == 1
 
@@ -44,7 +33,7 @@ def test_mistakes_are_one_line_and_status_2(arguments, told):
 def test_every_model_is_measured_against_the_first(tmp_path):
     output = tmp_path / "result.json"
     result = run_command(
-        "--suite=training", "--models=dense,moe_8_16,A1K2", f"--output={output}", *TINY
+        "benchmark", "--suite=training", "--models=dense,moe_8_16,A1K2", f"--output={output}", *TINY
     )
     assert result.returncode == 0, result.stderr
     rows = json.loads(output.read_text())["results"]

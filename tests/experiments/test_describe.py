@@ -2,25 +2,13 @@
 
 import csv
 import io
-import pathlib
-import subprocess
-import sys
 
 import pytest
 
 from experiments import description, registry, tables
+from tests.experiments.commands import ROOT, run_command
 
-ROOT = pathlib.Path(__file__).parents[2]
 TABLE6 = ROOT / "tests" / "data" / "table6_main_configs.csv"
-
-
-def run_command(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "experiments.describe", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
 
 
 def test_csv_has_the_documented_header_and_plain_numbers():
@@ -57,7 +45,7 @@ def test_main_comparison_reproduces_table6(size):
 
 
 def test_table_has_a_line_for_every_run():
-    result = run_command("--experiment=k_sweep_32k", "--scale=mini")
+    result = run_command("describe", "--experiment=k_sweep_32k", "--scale=mini")
     assert result.returncode == 0
     lines = result.stdout.splitlines()
     assert lines[0].split()[:3] == ["run", "L", "layers"]
@@ -76,7 +64,7 @@ def test_table_has_a_line_for_every_run():
     ],
 )
 def test_mistakes_are_one_line_and_status_2(arguments, told):
-    result = run_command(*arguments)
+    result = run_command("describe", *arguments)
     assert result.returncode == 2
     assert result.stdout == ""
     assert told in result.stderr and result.stderr.count("\n") == 1

@@ -1,12 +1,12 @@
 """`python -m experiments.design`: the answer as table and JSON, and mistakes in one line."""
 
 import dataclasses
+import functools
 import json
-import subprocess
-import sys
 
 import pytest
 
+from tests.experiments.commands import run_command
 from tests.law.grid import paper_rows
 from xmod_jax.law import bootstrap, fit
 from xmod_jax.law.observations import Table, observe
@@ -16,13 +16,7 @@ from xmod_jax.law.terms import LawFile
 ASKED = ("--train_flops=1e20", "--context=16384", "--n_act=556M")
 
 
-def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "experiments.design", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+_run = functools.partial(run_command, "design", timeout=120)
 
 
 @pytest.fixture(scope="module")

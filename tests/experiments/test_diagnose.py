@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from experiments import diagnostics_figure, report_diagnostics
+from tests.experiments.commands import run_command
 from tests.training import small
 from xmod_jax import records
 from xmod_jax.diagnostics import Diagnostics, Intervals, independent_subsets
@@ -29,13 +29,7 @@ def trained(tmp_path_factory):
     return root
 
 
-def _run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "experiments.diagnose", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+_run = functools.partial(run_command, "diagnose")
 
 
 def test_a_trained_run_gets_its_file_table_and_figure(trained):

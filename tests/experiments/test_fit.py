@@ -2,12 +2,12 @@
 
 import collections
 import csv
+import functools
 import json
-import subprocess
-import sys
 
 import pytest
 
+from tests.experiments.commands import run_command
 from tests.law.grid import TABLE8, paper_rows
 from tests.law.sweep_directories import write_sweeps
 from xmod_jax.law.observations import read_csv, to_csv
@@ -17,13 +17,7 @@ QUICK = ("--novalidate", "--bootstrap=0")
 FIGURES = ("context", "routed_tokens", "size", "stride")
 
 
-def _run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "experiments.fit", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+_run = functools.partial(run_command, "fit", timeout=120)
 
 
 def _refused(*arguments: object) -> str:

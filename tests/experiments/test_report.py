@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import html
 import io
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 
 from experiments import registry, report_content, report_figures, runner
 from experiments import report_data as data
 from experiments.progress import Display
+from tests.experiments.commands import run_command
 from tests.experiments.fake_training import loss_of, trainer
 from tests.law.sweep_directories import MINI_LAW, write_sweeps
 from xmod_jax import records
@@ -202,13 +202,7 @@ def test_runs_of_an_older_definition_are_pointed_out(tmp_path):
     assert "differs from what trained" in _page(str(folder))
 
 
-def _command(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "experiments.report", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+_command = functools.partial(run_command, "report")
 
 
 def test_the_command_writes_the_page_and_refuses_in_one_line(tmp_path):

@@ -1,27 +1,14 @@
 """`sweep` and `train` as commands: the plan, and mistakes in one line."""
 
-import pathlib
-import subprocess
-import sys
-
 import pytest
 
 from experiments import estimate, planning, registry
+from tests.experiments.commands import run_command
 from tests.experiments.fake_training import final_record
 from xmod_jax import records
 from xmod_jax.errors import UserError
 
-ROOT = pathlib.Path(__file__).parents[2]
 EXPERIMENT = registry.get("k_sweep_32k", "mini")
-
-
-def run_command(command, *arguments):
-    return subprocess.run(
-        [sys.executable, "-m", f"experiments.{command}", *map(str, arguments)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
 
 
 def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path):

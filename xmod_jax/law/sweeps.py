@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from xmod_jax import records
-from xmod_jax.config import config_hash
+from xmod_jax.config import seedless_hash
 from xmod_jax.errors import UserError
 from xmod_jax.law.observations import Row
 
@@ -69,7 +69,7 @@ def collect(paths: Iterable[pathlib.Path], loss: Loss = Loss.CALIBRATED) -> Coll
         notes.append(f"{len(used) - len(distinct)} runs stand in several sweeps and count once")
     replicates: dict[str, list[records.RunRecord]] = collections.defaultdict(list)
     for run in reversed(distinct.values()):
-        replicates[_seedless_hash(run)].append(run)
+        replicates[seedless_hash(run.config)].append(run)
     rows = [_row(group, loss) for group in replicates.values()]
     if len(rows) < len(distinct):
         notes.append(f"{len(distinct)} runs make {len(rows)} rows: the mean over seeds")
@@ -86,11 +86,6 @@ def _require_comparable(runs: Sequence[records.RunRecord]) -> None:
                 f"the runs mix {what} ({', '.join(sorted(values))}), so their losses cannot be "
                 "compared: fit each on its own"
             )
-
-
-def _seedless_hash(run: records.RunRecord) -> str:
-    train = dataclasses.replace(run.config.train, seed=0)
-    return config_hash(dataclasses.replace(run.config, train=train))
 
 
 def _row(group: Sequence[records.RunRecord], loss: Loss) -> Row:

@@ -55,7 +55,7 @@ def sort_by_group(group_Tk: jax.Array, groups: int, block: int) -> Groups:
     """Places every copy of every token in a row of its group, in the order of the tokens.
 
     Args:
-      group_Tk: int32 group of each copy, ascending use of 0 .. X - 1; X drops the copy.
+      group_Tk: int32 group of each copy, 0 .. X - 1; X drops the copy.
       groups: X.
       block: from `block_rows`.
     """

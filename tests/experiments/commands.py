@@ -1,0 +1,20 @@
+"""Runs a command as a user does, in a process of its own."""
+
+import pathlib
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def run_command(
+    command: str, *arguments: object, timeout: float = 300
+) -> subprocess.CompletedProcess[str]:
+    """``python -m experiments.COMMAND ARGUMENT ...`` from the checkout's root."""
+    return subprocess.run(
+        [sys.executable, "-m", f"experiments.{command}", *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
