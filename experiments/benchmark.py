@@ -49,6 +49,7 @@ _OUTPUT = flags.DEFINE_string("output", None, "JSON file for the results")
 
 
 _MAX_DEPTH = 10_000
+_HAIR = 1e-4  # of a router logit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +133,12 @@ def _training(contenders: list[Contender]) -> list[dict[str, Any]]:
 
 
 def _evaluation(contenders: list[Contender]) -> list[dict[str, Any]]:
-    """Thresholds are the smallest selected logits of a top-k pass: the trained load."""
+    """Thresholds are the smallest selected logits of a top-k pass over one sequence.
+
+    The batch repeats that sequence, so that a layer routes about L/K tokens of each, the trained
+    load: a router at its start sends none of one sequence and all of another. Thresholds are raised
+    by a hair, lest rounding routes one token more and a layer needs the next bucket.
+    """
     from xmod_jax.model import Threshold, TopK
     from xmod_jax.nn.routed_stage import StageOutput
     from xmod_jax.training.compilation import jit
@@ -142,14 +148,15 @@ def _evaluation(contenders: list[Contender]) -> list[dict[str, Any]]:
     flops = {}
     for each in contenders:
         top_k = jit(lambda model, tokens: model(tokens[:, :-1], TopK()))
-        _, outputs = top_k(each.model, each.tokens)
+        _, outputs = top_k(each.model, each.tokens[:1])
         stages = [out for out in outputs if isinstance(out, StageOutput)]
-        route = Threshold(tuple(out.kth_S for out in stages))
-        compiled = jit(batch_statistics).lower(each.model, each.tokens, route).compile()
-        routed = compiled(each.model, each.tokens, route).get("routed")
+        route = Threshold(tuple(out.kth_S + _HAIR for out in stages))
+        tokens = each.tokens[:1].repeat(len(each.tokens), 0)
+        compiled = jit(batch_statistics).lower(each.model, tokens, route).compile()
+        routed = compiled(each.model, tokens, route).get("routed")
         share = "" if routed is None else f" (routes {float(routed):.3f} of the token-layers)"
         name = each.name + share
-        calls[name] = functools.partial(compiled, each.model, each.tokens, route)
+        calls[name] = functools.partial(compiled, each.model, tokens, route)
         per_token = accounting.forward_hardware_flops_per_token(each.config, _CONTEXT.value)
         flops[name] = _tokens() * per_token
     return _compare(calls, flops)

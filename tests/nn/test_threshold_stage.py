@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.nn.references import make_problem, toy_block
+from tests.nn.references import Problem, make_problem, toy_block
 from xmod_jax.nn import routing
 from xmod_jax.nn.routed_stage import gated_residual
-from xmod_jax.nn.threshold_stage import threshold_stage
+from xmod_jax.nn.threshold_stage import _sequences_together, threshold_stage
 
 UPDATE = gated_residual(toy_block)
 
@@ -95,6 +95,28 @@ def test_padding_of_a_bucket_touches_nothing():
     problem = make_problem(8, 2, 16, 8, 3, jnp.float32)
     out = run(problem, jnp.full(3, 100.0), K=4, tau=1.0)
     assert np.array_equal(out.x_BLD, problem.x_BLD)
+
+
+def test_sequences_that_run_apart_give_what_each_gives_alone():
+    with jax.enable_x64(True):
+        problem = make_problem(9, 2, 600, 8, 3)
+        out = run(problem, jnp.zeros(3), K=1, tau=0.5)
+        parts = [a[:1] for a in problem[2:]], [a[1:] for a in problem[2:]]
+        alone = [run(Problem(*problem[:2], *a), jnp.zeros(3), K=1, tau=0.5) for a in parts]
+    join = lambda field: np.concatenate([getattr(one, field) for one in alone])
+    np.testing.assert_allclose(out.x_BLD, join("x_BLD"), atol=1e-12)
+    np.testing.assert_allclose(out.jaccard_B, join("jaccard_B"), atol=1e-6)
+    for field in ("routed_S", "coverage"):
+        mean = np.mean([getattr(one, field) for one in alone], axis=0)
+        np.testing.assert_allclose(getattr(out, field), mean, atol=1e-6)
+    assert np.array_equal(out.updates, alone[0].updates + alone[1].updates)
+
+
+@pytest.mark.parametrize(
+    ("batch", "count", "together"), [(4, 512, 1), (4, 511, 2), (6, 200, 3), (5, 100, 5), (4, 1, 4)]
+)
+def test_as_many_sequences_run_together_as_fill_a_product(batch, count, together):
+    assert _sequences_together(batch, count) == together
 
 
 @settings(max_examples=200, deadline=None)

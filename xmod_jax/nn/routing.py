@@ -71,12 +71,12 @@ def put_rows(x: jax.Array, idx_BC: jax.Array, rows: jax.Array) -> jax.Array:
 def bucket_sizes(context_length: int, sparsity: int) -> tuple[int, ...]:
     """Row counts that threshold routing is compiled for, from 0 up to L.
 
-    Around the trained load C = ceil(L/K) they are spaced by a quarter, since a calibrated router's
+    Around the trained load C = ceil(L/K) they are spaced by an eighth, since a calibrated router's
     count scatters around C and a coarse step would waste up to half of the work; then they double.
     Sizes a few rows apart are one: every size is compiled, and a few rows save nothing.
     """
     C = capacity(context_length, sparsity)
-    sizes = [0, -(-C // 2), C, -(-5 * C // 4), -(-3 * C // 2), context_length]
+    sizes = [0, context_length, *(-(-eighths * C // 8) for eighths in (4, 6, 7, 8, 9, 10, 12))]
     size = 2 * C
     while size < context_length:
         sizes.append(size)
