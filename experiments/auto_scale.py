@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 
 from experiments.registry import Experiment
 from xmod_jax import accounting
 from xmod_jax.config import RunConfig
+from xmod_jax.data import sources
+from xmod_jax.errors import UserError
 
 # float32 parameters, gradients and momenta, and a bfloat16 copy for the matrix products.
 STATE_BYTES = 4 + 4 + 4 + 2
@@ -69,7 +70,8 @@ def auto_scale(paper: Experiment, devices: Devices) -> tuple[str, str]:
     have = f"{devices.count} x {devices.memory / 2**30:.0f} GiB of {devices.kind}"
     if needs[largest] > devices.memory:
         return "mini", f"{largest} needs about {needs[largest] / 2**30:.0f} GiB a device of {have}"
-    source = paper.runs[0].data.source
-    if source != "embedded" and not pathlib.Path(source).is_dir():
-        return "mini", f"the paper's data is not prepared: {source} is missing (see prepare_data)"
+    try:
+        sources.check(paper.runs[0].data)
+    except UserError as error:
+        return "mini", f"the paper's data is not prepared: {error}"
     return "paper", f"every run fits {have}"

@@ -35,7 +35,10 @@ _SEED = flags.DEFINE_integer(
     upper_bound=MAX_SEED,
 )
 _DATA = flags.DEFINE_string(
-    "data", None, "prepared data directory, or embedded (the scale's own when not given)"
+    "data",
+    None,
+    "embedded, a directory made by prepare_data, tfds:NAME[@gpt2], or several as NAME=WEIGHT,... "
+    "(the scale's own when not given)",
 )
 
 

@@ -296,7 +296,7 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """Where tokens come from: ``"embedded"`` or a prepared directory."""
+    """Where tokens come from: what ``--data`` takes (`xmod_jax.data.sources`)."""
 
     source: str = "embedded"
 

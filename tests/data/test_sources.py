@@ -9,15 +9,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xmod_jax.config import BYTE_VOCABULARY, DataConfig
-from xmod_jax.data import embedded, sources
+from xmod_jax.data import documents, embedded, sources
 from xmod_jax.data.tokenizer import ByteTokenizer
 from xmod_jax.errors import UserError
 
 END = 256
 
 
-def unpack(ids: np.ndarray) -> list[bytes]:
+def in_memory(ids: sources.Tokens) -> np.ndarray:
+    assert isinstance(ids, np.ndarray)
+    return ids
+
+
+def embedded_data() -> sources.Dataset:
+    dataset = sources.load(DataConfig())
+    assert isinstance(dataset, sources.Dataset)
+    return dataset
+
+
+def unpack(ids: sources.Tokens) -> list[bytes]:
     """The documents between the end-of-text tokens."""
+    ids = in_memory(ids)
     ends = np.flatnonzero(ids == END)
     return [bytes(ids[a + 1 : b].tolist()) for a, b in itertools.pairwise(ends)]
 
@@ -50,7 +62,9 @@ def test_split_of_a_document_does_not_depend_on_the_others():
 
 
 def test_about_a_twentieth_is_held_out():
-    share = np.mean([sources.is_heldout(f"document {i}") for i in range(20_000)])
+    share = np.mean(
+        [documents.is_heldout(documents.digest(f"document {i}"), 0.05) for i in range(20_000)]
+    )
     assert share == pytest.approx(0.05, abs=0.005)
 
 
@@ -71,7 +85,7 @@ def test_embedded_data_is_loaded_once_and_quickly():
 
 
 def test_embedded_data_holds_every_document_in_one_split():
-    dataset = sources.load(DataConfig())
+    dataset = embedded_data()
     train, heldout = unpack(dataset.train), unpack(dataset.heldout)
     assert not set(train) & set(heldout)
     assert set(train) | set(heldout) == {text.encode() for _, text in embedded.documents() if text}
@@ -79,16 +93,34 @@ def test_embedded_data_holds_every_document_in_one_split():
 
 
 def test_embedded_data_fits_its_vocabulary_and_cannot_be_changed():
-    dataset = sources.load(DataConfig())
+    dataset = embedded_data()
     assert dataset.vocab_size == BYTE_VOCABULARY
-    for ids in (dataset.train, dataset.heldout):
+    for ids in map(in_memory, (dataset.train, dataset.heldout)):
         assert ids.dtype == np.uint16
         assert ids.max() == dataset.vocab_size - 1
         with pytest.raises(ValueError):
             ids[0] = 0
 
 
-def test_unknown_source_is_refused_in_one_line():
-    with pytest.raises(UserError, match=r"unknown data source 'nowhere'; known: embedded") as error:
-        sources.load(DataConfig("nowhere"))
-    assert "\n" not in str(error.value)
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("nowhere", "--data=nowhere: no such data; it is embedded, tfds:NAME, or a directory"),
+        ("embedded=2,nowhere=1", "--data=nowhere: no such data"),
+        ("embedded,embedded=1", "'embedded' is not NAME=WEIGHT"),
+        ("embedded=0", "'embedded=0' is not NAME=WEIGHT with a positive weight"),
+        ("embedded=nan", "is not NAME=WEIGHT"),
+    ],
+)
+def test_a_source_that_cannot_be_had_is_refused_in_one_line(source, reason):
+    with pytest.raises(UserError) as error:
+        sources.load(DataConfig(source))
+    assert reason in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_mixture_weighs_its_parts_and_is_none_of_them():
+    mixture = sources.load(DataConfig("embedded=3,embedded=1"))
+    assert isinstance(mixture, sources.Mixture)
+    assert mixture.weights == (0.75, 0.25)
+    other = sources.load(DataConfig("embedded=1,embedded=1"))
+    assert len({mixture.hash, other.hash, embedded_data().hash}) == 3

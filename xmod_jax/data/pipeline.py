@@ -10,19 +10,24 @@ from collections.abc import Iterator
 import grain
 import numpy as np
 
-from xmod_jax.data.sources import Dataset
+from xmod_jax.data.sources import Dataset, Mixture, Tokens
 from xmod_jax.errors import UserError
+
+_READ_THREADS, _READ_AHEAD = 4, 16  # of data on disk: batches read at once, and held ready
 
 
 class Windows:
     """Windows of L + 1 tokens at stride L over a token array, for Grain (RandomAccessDataSource).
 
     A window's inputs are ``[:-1]`` and its targets ``[1:]``. Neighbours share one token, so every
-    token but the very first is predicted exactly once; the up to L - 1 tokens left at the end,
-    too few for a window, are not used. The array is sliced, never copied as a whole.
+    token but the very first is predicted exactly once. Up to L - 1 tokens are left at the end, too
+    few for a window: they fill up with `filler`, or are not used where there is none. The array is
+    sliced, never copied as a whole.
     """
 
-    def __init__(self, tokens: np.ndarray, context_length: int, label: str) -> None:
+    def __init__(
+        self, tokens: Tokens, context_length: int, label: str, filler: int | None = None
+    ) -> None:
         """Raises UserError where `tokens` (called `label` there) do not hold one window."""
         if context_length < 1:
             raise UserError(f"context length must be at least 1, got {context_length}")
@@ -34,21 +39,28 @@ class Windows:
         self._tokens = tokens
         self._context_length = context_length
         self._label = label
+        self._filler = filler
 
     def __len__(self) -> int:
-        return (len(self._tokens) - 1) // self._context_length
+        targets = len(self._tokens) - 1
+        whole, rest = divmod(targets, self._context_length)
+        return whole + (rest > 0 and self._filler is not None)
 
     def __getitem__(self, index: int) -> np.ndarray:
         """Window `index`, int32 [L + 1]."""
         start = index * self._context_length
-        return self._tokens[start : start + self._context_length + 1].astype(np.int32)
+        window = self._tokens[start : start + self._context_length + 1].astype(np.int32)
+        if len(window) > self._context_length or self._filler is None:
+            return window
+        missing = self._context_length + 1 - len(window)
+        return np.pad(window, (0, missing), constant_values=self._filler)
 
     def __repr__(self) -> str:
         return f"Windows({self._label}, context_length={self._context_length})"
 
 
 def train_iterator(
-    dataset: Dataset,
+    dataset: Dataset | Mixture,
     context_length: int,
     batch_size: int,
     seed: int,
@@ -72,25 +84,41 @@ def train_iterator(
         )
     if not 0 <= process_index < process_count:
         raise UserError(f"process index {process_index} is not below {process_count} processes")
-    windows = Windows(dataset.train, context_length, f"{dataset.name} training data")
+    parts, weights = _parts(dataset)
     # `seed` hashes the seed: with `shuffle(seed)` alone, epoch 1 of seed 0 is epoch 0 of seed 1.
-    shuffled = grain.MapDataset.source(windows).seed(seed).shuffle().repeat()
+    streams = [
+        grain.MapDataset.source(
+            Windows(part.train, context_length, f"{part.name} training data", part.filler)
+        )
+        .seed(seed)
+        .shuffle()
+        .repeat()
+        for part in parts
+    ]
+    shuffled = streams[0] if len(streams) == 1 else grain.MapDataset.mix(streams, weights)
     # Every process_count-th batch of B / process_count rows: together one global batch in order.
     # The stream has no end and so no remainder, but Grain rounds its nominal length up, past what
     # an int holds, unless told to drop it.
     batches = shuffled.batch(batch_size // process_count, drop_remainder=True)
     mine = batches[process_index::process_count]
     # In memory there is nothing to wait for: threads would only contend for the interpreter.
-    return iter(mine.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
+    on_disk = not all(isinstance(part.train, np.ndarray) for part in parts)
+    threads, ahead = (_READ_THREADS, _READ_AHEAD) if on_disk else (0, 0)
+    return iter(mine.to_iter_dataset(grain.ReadOptions(threads, ahead)))
+
+
+def _parts(dataset: Dataset | Mixture) -> tuple[tuple[Dataset, ...], tuple[float, ...]]:
+    return (dataset.parts, dataset.weights) if isinstance(dataset, Mixture) else ((dataset,), (1,))
 
 
 def eval_batches(
-    dataset: Dataset, context_length: int, batch_size: int, sequences: int
+    dataset: Dataset | Mixture, context_length: int, batch_size: int, sequences: int
 ) -> Iterator[np.ndarray]:
     """The first `sequences` held-out windows, or all where there are fewer, in fixed order.
 
     Nothing but L and `sequences` decides which tokens are evaluated; context lengths with equal
-    ``sequences * L`` share them where L divides it. Batches are int32 [B, L + 1]; the last is
+    ``sequences * L`` share them where L divides it. Parts of a mixture take turns by weight until
+    one has no more. Batches are int32 [B, L + 1]; the last is
     smaller where B does not divide the number of windows, so weigh a mean by its rows.
 
     Raises:
@@ -100,6 +128,11 @@ def eval_batches(
         raise UserError(
             f"batch size and evaluation sequences must be positive, got {batch_size}, {sequences}"
         )
-    windows = Windows(dataset.heldout, context_length, f"{dataset.name} held-out data")
-    chosen = grain.MapDataset.source(windows)[: min(sequences, len(windows))]
+    parts, weights = _parts(dataset)
+    streams = [
+        grain.MapDataset.source(Windows(part.heldout, context_length, f"{part.name} held-out data"))
+        for part in parts
+    ]
+    windows = streams[0] if len(streams) == 1 else grain.MapDataset.mix(streams, weights)
+    chosen = windows[: min(sequences, len(windows))]
     return iter(chosen.batch(batch_size))

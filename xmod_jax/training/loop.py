@@ -86,7 +86,7 @@ class _Run:
         self,
         config: RunConfig,
         directory: pathlib.Path,
-        dataset: sources.Dataset,
+        dataset: sources.Dataset | sources.Mixture,
         checkpoints: Checkpoints,
         progress: Callable[[Progress], None],
     ) -> None:

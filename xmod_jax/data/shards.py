@@ -1,0 +1,295 @@
+"""Tokens on disk: ArrayRecord shards, and the manifest that says what they must hold.
+
+A shard is a run of documents, an end-of-text token after each, cut into records of `CHUNK` tokens
+(little-endian, the last record shorter), so that any token is found by arithmetic. ArrayRecord
+hashes every record and tells of flipped bits; a missing, empty or cut file it reads as one without
+records, so every reader here compares with the manifest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from array_record.python import array_record_module
+
+from xmod_jax import records
+from xmod_jax.errors import UserError
+
+MANIFEST = "manifest.json"
+CHUNK = 4096  # tokens of a record
+_VERSION = 1
+_OPEN_SHARDS = 128  # files that a process keeps open
+_WRITING = "group_size:1,uncompressed"  # a record is read by itself; tokens hardly compress
+_READING = "readahead_buffer_size:0,max_parallelism:0"  # windows come in random order
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """One file of tokens.
+
+    Attributes:
+      file: its name in the prepared directory.
+      tokens: how many it holds, end-of-text tokens among them.
+      documents: how many it holds.
+      size: bytes of the file.
+      hash: of the ids, independent of how they are stored.
+    """
+
+    file: str
+    tokens: int
+    documents: int
+    size: int
+    hash: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What a prepared directory holds.
+
+    Attributes:
+      tokenizer: name of the tokenizer.
+      vocab_size: V, every id is below.
+      end_of_text: id after every document.
+      train: shards to train on.
+      heldout: shards of held-out documents, in the order of their digests.
+      heldout_share: share of documents that the stable hash holds out.
+      sources: path, size and counts of every input, in order.
+      hash: fingerprint of the ids and their meaning.
+    """
+
+    tokenizer: str
+    vocab_size: int
+    end_of_text: int
+    train: tuple[Shard, ...]
+    heldout: tuple[Shard, ...]
+    heldout_share: float
+    sources: tuple[dict[str, Any], ...]
+    hash: str
+
+    def tokens(self, split: str) -> int:
+        """Tokens of ``"train"`` or ``"heldout"``."""
+        return sum(shard.tokens for shard in getattr(self, split))
+
+    def write(self, directory: pathlib.Path) -> None:
+        """Writes manifest.json: from now on the directory is prepared."""
+        records.write_json(directory / MANIFEST, {"version": _VERSION} | dataclasses.asdict(self))
+
+    @classmethod
+    def read(cls, directory: pathlib.Path) -> Manifest:
+        """Reads manifest.json.
+
+        Raises:
+          UserError: there is none, or it is not a manifest of this version.
+        """
+        path = directory / MANIFEST
+        content = records.read_json(path)
+        try:
+            if content.pop("version") != _VERSION:
+                raise ValueError(f"not of version {_VERSION}")
+            shards = {
+                split: tuple(Shard(**shard) for shard in content.pop(split))
+                for split in ("train", "heldout")
+            }
+            manifest = cls(**content | shards | {"sources": tuple(content["sources"])})
+            _check_numbers(manifest)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{path}: not a manifest of prepared data: {error}") from error
+        return manifest
+
+
+def _check_numbers(manifest: Manifest) -> None:
+    for shard in (*manifest.train, *manifest.heldout):
+        if not all(type(n) is int and n >= 0 for n in (shard.tokens, shard.documents, shard.size)):
+            raise ValueError(f"{shard.file}: counts are not whole numbers")
+
+
+def fingerprint(tokenizer: str, vocab_size: int, shards: Iterator[Shard]) -> str:
+    """Hash of ids and their meaning: equal where training sees equal tokens in equal order."""
+    digest = hashlib.blake2b(f"{tokenizer} {vocab_size}".encode(), digest_size=8)
+    for shard in shards:
+        digest.update(f" {shard.tokens} {shard.hash}".encode())
+    return digest.hexdigest()
+
+
+def token_type(vocab_size: int) -> np.dtype[Any]:
+    """The type of ids on disk."""
+    return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
+
+
+class ShardWriter:
+    """Writes one shard to a temporary name; `close` makes it whole, verified and final."""
+
+    def __init__(self, path: pathlib.Path, vocab_size: int) -> None:
+        self._path, self._temporary = path, path.with_name(f".{path.name}.tmp")
+        self._type = token_type(vocab_size)
+        self._hash = hashlib.blake2b(digest_size=16)
+        self._rest = np.zeros(0, self._type)
+        self._tokens = self._documents = self._records = 0
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with self._disk():
+            self._writer = array_record_module.ArrayRecordWriter(str(self._temporary), _WRITING)
+
+    def add(self, ids: np.ndarray, documents: int) -> None:
+        """Appends the tokens of `documents` whole documents.
+
+        Raises:
+          OSError: the disk.
+        """
+        ids = np.concatenate([self._rest, ids.astype(self._type, copy=False)])
+        self._tokens += len(ids) - len(self._rest)
+        self._documents += documents
+        whole = len(ids) // CHUNK * CHUNK
+        self._write(ids[:whole].reshape(-1, CHUNK))
+        self._rest = ids[whole:]
+
+    def close(self) -> Shard:
+        """Ends the shard and gives what the manifest says of it.
+
+        Raises:
+          OSError: the disk; nothing has the shard's name then.
+        """
+        if len(self._rest):
+            self._write(self._rest[None])
+        with self._disk():
+            self._writer.close()
+        reader = array_record_module.ArrayRecordReader(str(self._temporary), _READING)
+        if reader.num_records() != self._records:
+            raise OSError(f"{self._path}: the disk kept {reader.num_records()} of the records")
+        reader.close()
+        descriptor = os.open(self._temporary, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        size = self._temporary.stat().st_size
+        self._temporary.rename(self._path)
+        digest = self._hash.hexdigest()
+        return Shard(self._path.name, self._tokens, self._documents, size, digest)
+
+    def abandon(self) -> None:
+        """Gives the shard up after an error."""
+        self._temporary.unlink(missing_ok=True)
+
+    def _write(self, rows: np.ndarray) -> None:
+        with self._disk():
+            for row in rows:
+                content = row.tobytes()
+                self._hash.update(content)
+                self._writer.write(content)
+        self._records += len(rows)
+
+    def _disk(self) -> _Disk:
+        return _Disk(self._path)
+
+
+class _Disk:
+    """Turns the library's errors of writing into an OSError that names the shard."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, RuntimeError):
+            raise OSError(f"{self._path}: {error}") from error
+
+
+class ShardedTokens:
+    """The tokens of a split as one array: an end-of-text token, then every shard.
+
+    Slicing reads the records it needs, nothing else; safe from several threads.
+    """
+
+    def __init__(self, directory: pathlib.Path, manifest: Manifest, split: str) -> None:
+        """Checks that every shard is there in full.
+
+        Raises:
+          UserError: a shard is missing or has another size; names it.
+        """
+        self._shards: list[Shard] = [s for s in getattr(manifest, split) if s.tokens]
+        self._directory = directory
+        self._type = token_type(manifest.vocab_size)
+        self._first = np.array([manifest.end_of_text], self._type)
+        for shard in self._shards:
+            _check_size(directory / shard.file, shard)
+        # Position of each shard's first token, and of the end.
+        self._starts = [1, *itertools.accumulate((s.tokens for s in self._shards), initial=1)][1:]
+
+    def __len__(self) -> int:
+        return self._starts[-1] if self._shards else 0
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        """Ids ``[start:stop]``, uint16 or uint32; step 1 only.
+
+        Raises:
+          UserError: a shard is damaged or gone; names it.
+        """
+        start, stop, step = part.indices(len(self))
+        if step != 1:
+            raise ValueError("tokens on disk are read in order")
+        pieces = [self._first[start:stop]]
+        which = max(int(np.searchsorted(self._starts, start, "right")) - 1, 0)
+        for shard, first in zip(self._shards[which:], self._starts[which:], strict=False):
+            if first >= stop:
+                break
+            pieces.append(self._read(shard, max(start - first, 0), min(stop - first, shard.tokens)))
+        return np.concatenate(pieces)
+
+    def _read(self, shard: Shard, start: int, stop: int) -> np.ndarray:
+        path = self._directory / shard.file
+        chunks = range(start // CHUNK, -(-stop // CHUNK))
+        try:
+            contents = _reader(str(path), shard.tokens).read(list(chunks))
+        except (RuntimeError, IndexError) as error:
+            raise UserError(f"{path}: damaged: {error}; prepare the data again") from error
+        ids = np.frombuffer(b"".join(contents), self._type)
+        return ids[start - chunks[0] * CHUNK : stop - chunks[0] * CHUNK]
+
+
+def verify(directory: pathlib.Path, manifest: Manifest) -> None:
+    """Reads every shard and compares it with its hash.
+
+    Raises:
+      UserError: a shard is missing, cut or changed; names it.
+    """
+    for split in ("train", "heldout"):
+        tokens = ShardedTokens(directory, manifest, split)
+        position = 1
+        for shard in getattr(manifest, split):
+            digest = hashlib.blake2b(digest_size=16)
+            for start in range(position, position + shard.tokens, 256 * CHUNK):
+                stop = min(start + 256 * CHUNK, position + shard.tokens)
+                digest.update(tokens[start:stop].tobytes())
+            position += shard.tokens
+            if digest.hexdigest() != shard.hash:
+                raise UserError(f"{directory / shard.file}: its tokens are not those prepared")
+
+
+def _check_size(path: pathlib.Path, shard: Shard) -> None:
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        raise UserError(f"{path}: missing; prepare the data again") from None
+    if size != shard.size:
+        raise UserError(
+            f"{path}: {size} bytes instead of {shard.size}: cut or replaced; prepare the data again"
+        )
+
+
+@functools.lru_cache(maxsize=_OPEN_SHARDS)
+def _reader(path: str, tokens: int) -> Any:
+    reader = array_record_module.ArrayRecordReader(path, _READING)
+    if reader.num_records() != -(-tokens // CHUNK):
+        there = "damaged" if os.path.exists(path) else "gone"
+        raise UserError(f"{path}: {there}; prepare the data again")
+    return reader
