@@ -478,6 +478,7 @@ def test_preparing_and_reading_are_fast(tmp_path, capsys):
     assert reading >= 20 * 6000  # mini training takes 2 to 6 thousand tokens/s
 
 
+@pytest.mark.slow
 def test_a_run_on_a_prepared_directory_resumes_to_the_same_curve(tmp_path):
     config = dataclasses.replace(small.run(), data=DataConfig(str(prepared(tmp_path))))
 
