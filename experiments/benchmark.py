@@ -11,6 +11,8 @@ share of it that was reached.
   optimizer   one optimiser update
   memory      temporary bytes of the compiled training gradient
   compile     seconds to compile the training gradient
+  moe         products of experts, forward and gradient: blocks, ragged_dot and one dense product
+  data        preparing GPT-2 tokens against raw tiktoken, and reading training batches
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from xmod_jax.config import BYTE_VOCABULARY, Backbone, ModelConfig, MoE, Routing
 from xmod_jax.errors import UserError
 from xmod_jax.hierarchy import Hierarchy
 
-SUITES = ("training", "evaluation", "optimizer", "memory", "compile")
+SUITES = ("training", "evaluation", "optimizer", "memory", "compile", "moe", "data")
 _SUITE = flags.DEFINE_enum("suite", None, SUITES, "what to measure", required=True)
 _MODELS = flags.DEFINE_list(
     "models", ["dense", "A4K8", "A3K16"], "hierarchies, mod or moe_8_64; the rival first"
@@ -45,10 +47,12 @@ _BATCH = flags.DEFINE_integer("batch", 4, "sequences", lower_bound=1)
 _WIDTH = flags.DEFINE_integer("width", 256, "D; heads of 64, d_ff = 3 D", lower_bound=128)
 _DEPTH = flags.DEFINE_list("active_depth", ["28"], "active depth, one or one for each model")
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "measurements of each contender", lower_bound=1)
+_EXPERTS = flags.DEFINE_list("experts", ["64", "128"], "numbers of experts, for the suite moe")
 _OUTPUT = flags.DEFINE_string("output", None, "JSON file for the results")
 
 
 _MAX_DEPTH = 10_000
+_ACTIVE = 8  # experts of a token, in the suite moe
 _HAIR = 1e-4  # of a router logit
 
 
@@ -204,6 +208,79 @@ def _compile(contenders: list[Contender]) -> list[dict[str, Any]]:
     return _rows(times, None, {e.name: e.config.hierarchy.depth for e in contenders})
 
 
+def _moe() -> list[dict[str, Any]]:
+    """A row for each form of the product and number of experts; 8 experts are active."""
+    import jax
+    import jax.numpy as jnp
+
+    from xmod_jax.nn import grouped
+    from xmod_jax.training.compilation import jit
+
+    rows = []
+    for experts in map(int, _EXPERTS.value):
+        width, count = _WIDTH.value, _tokens()
+        d_expert = 3 * width // _ACTIVE
+        keys = jax.random.split(jax.random.key(experts), 3)
+        choice = jax.random.randint(keys[0], (count, _ACTIVE), 0, experts)
+        x_TD = jax.random.normal(keys[1], (count, width))
+        weight_XIO = jax.random.normal(keys[2], (experts, width, d_expert))
+
+        def product(block: int, x_TD: Any, weight_XIO: Any, choice: Any = choice) -> Any:
+            groups = grouped.sort_by_group(choice, len(weight_XIO), block)
+            rows_MD = grouped.spread(x_TD, groups)
+            return jnp.sum(grouped.grouped_matmul(rows_MD, weight_XIO, groups.size_X, block) ** 2)
+
+        def dense(x_TD: Any, weight_XIO: Any) -> Any:
+            return jnp.sum((x_TD @ jnp.concatenate(list(weight_XIO[:_ACTIVE]), axis=1)) ** 2)
+
+        forms: dict[str, Callable[..., Any]] = {
+            f"one dense product, {experts} experts": dense,
+            "blocks": functools.partial(product, grouped.block_rows(count * _ACTIVE, experts)),
+            "ragged_dot": functools.partial(product, grouped.RAGGED),
+        }
+        calls: dict[str, Callable[[], Any]] = {}
+        for name, form in forms.items():
+            compiled = jit(jax.grad(form, argnums=(0, 1))).lower(x_TD, weight_XIO).compile()
+            calls[name] = functools.partial(compiled, x_TD, weight_XIO)
+        flops = 3 * 2.0 * count * _ACTIVE * width * d_expert
+        rows += _compare(calls, dict.fromkeys(calls, flops))
+    return rows
+
+
+def _data() -> list[dict[str, Any]]:
+    """Preparing and reading the Python sources of this environment's packages, tokens a second."""
+    import tempfile
+
+    import scipy
+
+    from xmod_jax.data import documents, pipeline, preparation, sources
+    from xmod_jax.data.tokenizer import Gpt2Tokenizer
+
+    folder = pathlib.Path(str(scipy.__file__)).parent
+    texts = [path.read_text() for path in sorted(folder.rglob("*.py"))]
+    cores = preparation.default_workers()
+    encode = Gpt2Tokenizer()._encoding.encode_ordinary_batch
+    with tempfile.TemporaryDirectory() as name:
+        place = pathlib.Path(name)
+        (place / "texts.jsonl").write_text("".join(f"{json.dumps({'text': t})}\n" for t in texts))
+        found = documents.find([str(place / "texts.jsonl")], None)
+        folders = (place / f"prepared{i}" for i in range(_ROUNDS.value + 1))
+        settings = preparation.Settings("gpt2")
+        calls: dict[str, Callable[[], Any]] = {
+            "raw tiktoken": lambda: encode(texts, num_threads=cores),
+            "prepare_data": lambda: preparation.prepare(found, next(folders), settings, cores),
+        }
+        rows = _compare(calls, None)
+        dataset = sources.open_prepared(place / "prepared0", "data")
+        batches = pipeline.train_iterator(dataset, _CONTEXT.value, _BATCH.value, 0)
+        steps = max(1, 1_000_000 // _tokens())
+        rows += _compare({"reading batches": lambda: [next(batches) for _ in range(steps)]}, None)
+        amounts = [len(dataset.train)] * 2 + [steps * _tokens()]
+    for row, amount in zip(rows, amounts, strict=True):
+        row["tokens/s"] = round(amount / row["seconds"])
+    return rows
+
+
 def _tokens() -> int:
     return _BATCH.value * _CONTEXT.value
 
@@ -246,6 +323,8 @@ def _rows(
 
 def _check_flags() -> None:
     """Finds a mistake before the measurement, not after it."""
+    if not all(number.isdecimal() and int(number) >= 8 for number in _EXPERTS.value):
+        raise UserError(f"--experts={','.join(_EXPERTS.value)}: whole numbers from 8 on")
     if not _MODELS.value or not all(_MODELS.value):
         raise UserError(f"--models={','.join(_MODELS.value)}: name at least one model, none empty")
     if _OUTPUT.value:
@@ -254,19 +333,23 @@ def _check_flags() -> None:
             raise UserError(f"--output={path}: not a file in a folder that can be written to")
 
 
+_OF_MODELS = {
+    "training": _training,
+    "evaluation": _evaluation,
+    "optimizer": _optimizer,
+    "memory": _memory,
+    "compile": _compile,
+}
+
+
 def main() -> None:
     """Measures one suite and prints it."""
     suite = _SUITE.value
     _check_flags()
-    contenders = _contenders(arrays=suite in ("training", "evaluation", "optimizer"))
-    measure = {
-        "training": _training,
-        "evaluation": _evaluation,
-        "optimizer": _optimizer,
-        "memory": _memory,
-        "compile": _compile,
-    }[suite]
-    rows = measure(contenders)
+    if suite in _OF_MODELS:
+        rows = _OF_MODELS[suite](_contenders(arrays=suite not in ("memory", "compile")))
+    else:
+        rows = {"moe": _moe, "data": _data}[suite]()
     import jax
 
     setting = {
