@@ -130,6 +130,13 @@ def fullest(cache: Cache) -> jax.Array:
     return functools.reduce(jnp.maximum, counts, jnp.zeros((), jnp.int32))
 
 
+def routed_size(cache: Cache) -> int:
+    """Rows of the sparse layers' buffers."""
+    stores = [group.sparse for group in cache.groups]
+    assert stores and stores[0] is not None
+    return stores[0].keys.shape[-2]
+
+
 def resize_routed(cache: Cache, rows: int) -> Cache:
     """The cache with `rows` rows in the buffers of routed tokens; needs as many as `fullest`."""
 
