@@ -54,8 +54,7 @@ def main() -> None:
         raise UserError(f"{run.directory}: it has no checkpoint yet: train it first")
     # Only now: a mistake is told without loading what models need.
     from xmod_jax.data.tokenizer import ByteTokenizer
-    from xmod_jax.inference.generate import Generator
-    from xmod_jax.inference.generate import Prompts as Batch
+    from xmod_jax.inference.generate import Generator, Prompts
     from xmod_jax.inference.sampling import Sampling
     from xmod_jax.inference.text import Stop, Text, generate
 
@@ -68,7 +67,9 @@ def main() -> None:
     generator = Generator(model, route, max_routed=_MAX_ROUTED.value)
     texts = [Text(tokenizer, stop) for _ in prompts]
     stream = _FORMAT.value == "text" and len(prompts) == 1
-    pieces = generate(generator, Batch.ragged(ids), texts, _MAX_TOKENS.value, sampling, _SEED.value)
+    pieces = generate(
+        generator, Prompts.ragged(ids), texts, _MAX_TOKENS.value, sampling, _SEED.value
+    )
     if stream:
         print(prompts[0], end="", flush=True)
     for new in pieces:
