@@ -21,9 +21,9 @@ from xmod_jax.inference.text import Stop, Text, generate
 from xmod_jax.model import Decoder, Threshold
 
 CONFIG = ModelConfig(
-    TINY, Hierarchy(1, (StageGroup(1, 2),), sparsity=4), Routing(router_init_std=0.5)
+    TINY, Hierarchy(1, (StageGroup(1, 2),), sparsity=2), Routing(router_init_std=0.5)
 )
-LENGTHS = (20, 3, 11)
+LENGTHS, COUNT = (12, 3, 7), 9
 
 
 @functools.cache
@@ -35,8 +35,8 @@ def model() -> Decoder:
 
 
 def prompts(side: str = "right") -> Prompts:
-    tokens_BL = np.random.default_rng(0).integers(0, TINY.vocab_size, (3, 20))
-    place_L = np.arange(20) if side == "right" else np.arange(20)[::-1]
+    tokens_BL = np.random.default_rng(0).integers(0, TINY.vocab_size, (3, 12))
+    place_L = np.arange(12) if side == "right" else np.arange(12)[::-1]
     return Prompts.masked(tokens_BL, place_L < np.array(LENGTHS)[:, None])
 
 
@@ -52,11 +52,11 @@ def test_padding_on_either_side_gives_the_same_kind_of_batch():
 @pytest.mark.parametrize("value", [0.0, -1e9])
 def test_greedy_tokens_are_those_of_the_full_pass(value):
     """Prompts in two chunks; with every token routed the buffers grow while tokens are made."""
-    route, batch, count = Threshold(model().thresholds(value)), prompts("left"), 12
-    generator = Generator(model(), route, chunk=16)
+    route, batch, count = Threshold(model().thresholds(value)), prompts("left"), COUNT
+    generator = Generator(model(), route, chunk=8)
     made_BN = np.stack(list(generator.stream(batch, count)), axis=1)
     assert made_BN.shape == (3, count)
-    full_BL = np.zeros((3, 20 + count), np.int32)
+    full_BL = np.zeros((3, 12 + count), np.int32)
     for b, n in enumerate(LENGTHS):
         full_BL[b, : n + count] = [*batch.tokens_BL[b, :n], *made_BN[b]]
     logits, _ = run(model(), full_BL, route)
@@ -64,8 +64,8 @@ def test_greedy_tokens_are_those_of_the_full_pass(value):
         assert np.array_equal(jnp.argmax(logits[b, n - 1 : n - 1 + count], -1), made_BN[b])
     assert len({tuple(row) for row in made_BN}) == 3
     if value:
-        with pytest.raises(UserError, match="given 21 tokens of a sequence, more than the 20 it"):
-            list(Generator(model(), route, chunk=16, max_routed=20).stream(batch, count))
+        with pytest.raises(UserError, match="given 15 tokens of a sequence, more than the 14 it"):
+            list(Generator(model(), route, chunk=8, max_routed=14).stream(batch, count))
 
 
 def test_a_text_that_ended_changes_no_other():
@@ -76,11 +76,11 @@ def test_a_text_that_ended_changes_no_other():
         def decode(self, ids):
             return "".join(chr(97 + token) for token in ids)
 
-    batch, generator = prompts(), Generator(model(), chunk=16)
+    batch, generator = prompts(), Generator(model(), chunk=8)
 
     def make(*stops: Stop | None) -> list[Text]:
         texts = [Text(Letters(), stop) for stop in stops]
-        pieces = list(generate(generator, batch, texts, 12))
+        pieces = list(generate(generator, batch, texts, COUNT))
         assert ["".join(piece) for piece in zip(*pieces, strict=True)] == [t.text for t in texts]
         return texts
 

@@ -163,29 +163,28 @@ def append(
       count_B: int32; ``start_B + count_B`` is at most M (whoever calls sees to it).
     """
 
-    def one(buffer: jax.Array, rows_BTGE: jax.Array) -> jax.Array:
-        rows_BGTE = rows_BTGE.swapaxes(1, 2).astype(buffer.dtype)
-        B, G, T, E = rows_BGTE.shape
-        window = (*[1] * (len(layer) + 1), G, T, E)
+    rows = [leaf.swapaxes(1, 2).astype(store.keys.dtype) for leaf in new]
+    B, G, T, E = rows[0].shape
+    window = (*[1] * (len(layer) + 1), G, T, E)
 
-        def sequence(b, buffer):
-            # The window cannot reach past the buffer, where the update would be moved back over
-            # older rows: so it is moved back here, and the new rows forth within it.
-            first = jnp.minimum(start_B[b], buffer.shape[-2] - T)
-            shift = start_B[b] - first
-            at = (*layer, b, 0, first, 0)
+    def sequence(b, store: Rows) -> Rows:
+        # The window cannot reach past the buffer, where the update would be moved back over older
+        # rows: so it is moved back here, and the new rows forth within it.
+        first = jnp.minimum(start_B[b], store.keys.shape[-2] - T)
+        shift = start_B[b] - first
+        at = (*layer, b, 0, first, 0)
+        slot_T = jnp.arange(T) - shift
+        written_T1 = ((slot_T >= 0) & (slot_T < count_B[b]))[:, None]
+
+        def one(buffer: jax.Array, rows_BGTE: jax.Array) -> jax.Array:
             rows_GTE = jnp.roll(lax.dynamic_index_in_dim(rows_BGTE, b, 0, False), shift, axis=1)
-            slot_T = jnp.arange(T) - shift
-            written_T1 = ((slot_T >= 0) & (slot_T < count_B[b]))[:, None]
             old = lax.dynamic_slice(buffer, at, window)
             fresh = jnp.where(written_T1, rows_GTE.reshape(window), old)
             return lax.dynamic_update_slice(buffer, fresh, at)
 
-        if B == 1:
-            return sequence(0, buffer)
-        return lax.fori_loop(0, B, sequence, buffer)
+        return Rows(one(store.keys, rows[0]), one(store.values, rows[1]))
 
-    return Rows(one(store.keys, new[0]), one(store.values, new[1]))
+    return sequence(0, store) if B == 1 else lax.fori_loop(0, B, sequence, store)
 
 
 def read(q_BTHE: jax.Array, store: Rows, layer: tuple[Any, ...], slot_BT: jax.Array) -> jax.Array:

@@ -153,13 +153,18 @@ def _run_group(
         return _run_interval(sparse, x_BTD, cache)
 
     def stage(n, carry):
-        x_BTD, cache = lax.fori_loop(0, P, functools.partial(interval, n), carry)
+        x_BTD, cache = _repeat(P, functools.partial(interval, n), carry)
         if cache.anchor is not None:
             x_BTD, anchor = _dense(stages.anchor, (n,), x_BTD, cache.anchor, new)
             cache = cache._replace(anchor=anchor)
         return x_BTD, cache
 
-    return lax.fori_loop(0, N, stage, (x_BTD, cache))
+    return _repeat(N, stage, (x_BTD, cache))
+
+
+def _repeat(count: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
+    """``body(n, carry)`` for n below `count`; no loop around a single turn."""
+    return body(0, carry) if count == 1 else lax.fori_loop(0, count, body, carry)
 
 
 class _Sparse(NamedTuple):
