@@ -86,12 +86,13 @@ class Generator:
         self._step = jit(_step, donate_argnums=2, static_argnums=4)
         self._resize = jit(caches.resize_routed, static_argnums=1)
 
-    def prefill(self, prompts: Prompts, room: int) -> tuple[Cache, jax.Array]:
+    def prefill(self, prompts: Prompts, room: int, reserve: int = 1) -> tuple[Cache, jax.Array]:
         """Runs the prompts.
 
         Args:
           prompts: what the caches are filled with.
           room: how many more tokens the caches shall hold.
+          reserve: how many of them a sparse layer's buffer holds at least, however they are routed.
 
         Returns:
           The caches, and float32 logits [B, V] of the token behind each prompt.
@@ -118,7 +119,7 @@ class Generator:
             cache, last_BD = self._extend(self.model, self.route, cache, part_BT, count_B, last_BD)
         if self._bounded:
             full = self._fullest(cache)
-            cache = self._resize(cache, max(planned, caches.round_up(full + 1)))
+            cache = self._resize(cache, max(planned, caches.round_up(full + reserve)))
         return cache, self.model.logits(last_BD[:, None])[:, 0]
 
     def stream(
