@@ -8,6 +8,7 @@ share of it that was reached.
 
   training    gradient of the training loss, optimiser apart
   evaluation  threshold routing, thresholds set so that every layer routes about L/K tokens
+  decoding    tokens one by one behind a context of that length, with such thresholds
   optimizer   one optimiser update
   memory      temporary bytes of the compiled training gradient
   compile     seconds to compile the training gradient
@@ -37,7 +38,7 @@ from xmod_jax.config import BYTE_VOCABULARY, Backbone, ModelConfig, MoE, Routing
 from xmod_jax.errors import UserError
 from xmod_jax.hierarchy import Hierarchy
 
-SUITES = ("training", "evaluation", "optimizer", "memory", "compile", "moe", "data")
+SUITES = ("training", "evaluation", "decoding", "optimizer", "memory", "compile", "moe", "data")
 _SUITE = flags.DEFINE_enum("suite", None, SUITES, "what to measure", required=True)
 _MODELS = flags.DEFINE_list(
     "models", ["dense", "A4K8", "A3K16"], "hierarchies, mod or moe_8_64; the rival first"
@@ -54,6 +55,7 @@ _OUTPUT = flags.DEFINE_string("output", None, "JSON file for the results")
 _MAX_DEPTH = 10_000
 _ACTIVE = 8  # experts of a token, in the suite moe
 _HAIR = 1e-4  # of a router logit
+_DECODED = 16  # tokens of a measurement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,18 +145,13 @@ def _evaluation(contenders: list[Contender]) -> list[dict[str, Any]]:
     load: a router at its start sends none of one sequence and all of another. Thresholds are raised
     by a hair, lest rounding routes one token more and a layer needs the next bucket.
     """
-    from xmod_jax.model import Threshold, TopK
-    from xmod_jax.nn.routed_stage import StageOutput
     from xmod_jax.training.compilation import jit
     from xmod_jax.training.evaluation import batch_statistics
 
     calls: dict[str, Callable[[], Any]] = {}
     flops = {}
     for each in contenders:
-        top_k = jit(lambda model, tokens: model(tokens[:, :-1], TopK()))
-        _, outputs = top_k(each.model, each.tokens[:1])
-        stages = [out for out in outputs if isinstance(out, StageOutput)]
-        route = Threshold(tuple(out.kth_S + _HAIR for out in stages))
+        route = _trained_load(each)
         tokens = each.tokens[:1].repeat(len(each.tokens), 0)
         compiled = jit(batch_statistics).lower(each.model, tokens, route).compile()
         routed = compiled(each.model, tokens, route).get("routed")
@@ -164,6 +161,55 @@ def _evaluation(contenders: list[Contender]) -> list[dict[str, Any]]:
         per_token = accounting.forward_hardware_flops_per_token(each.config, _CONTEXT.value)
         flops[name] = _tokens() * per_token
     return _compare(calls, flops)
+
+
+def _trained_load(each: Contender) -> Any:
+    """Thresholds that route about L/K tokens of the batch's first sequence to every layer."""
+    from xmod_jax.model import Threshold, TopK
+    from xmod_jax.nn.routed_stage import StageOutput
+    from xmod_jax.training.compilation import jit
+
+    top_k = jit(lambda model, tokens: model(tokens[:, :-1], TopK()))
+    _, outputs = top_k(each.model, each.tokens[:1])
+    stages = [out for out in outputs if isinstance(out, StageOutput)]
+    return Threshold(tuple(out.kth_S + _HAIR for out in stages))
+
+
+def _decoding(contenders: list[Contender]) -> list[dict[str, Any]]:
+    """Beside the time of a token stands how many sparse layers it ran, and the caches' size."""
+    import jax.numpy as jnp
+
+    from xmod_jax.inference.decode import decode_step
+    from xmod_jax.inference.generate import Generator, Prompts
+    from xmod_jax.training.compilation import jit
+
+    calls: dict[str, Callable[[], Any]] = {}
+    states: dict[str, list[Any]] = {}
+    routed = lambda cache: sum(int(jnp.sum(group.count_NSB)) for group in cache.groups)
+    tokens = _DECODED * (_ROUNDS.value + 1)
+    for each in contenders:
+        generator = Generator(each.model, _trained_load(each))
+        batch = each.tokens[:1, :-1].repeat(_BATCH.value, 0)
+        # Room for the steps, wherever they are routed: none is measured while buffers grow.
+        cache, _ = generator.prefill(Prompts.ragged(list(batch)), tokens, reserve=tokens)
+        state = states[each.name] = [cache, routed(cache)]
+        step = jit(decode_step, donate_argnums=2)
+        running_B = jnp.ones(_BATCH.value, bool)
+
+        def decode(step=step, each=each, route=generator.route, state=state, running_B=running_B):
+            for n in range(_DECODED):
+                token_B = each.tokens[0, n % _CONTEXT.value].repeat(_BATCH.value)
+                logits_BV, state[0] = step(each.model, route, state[0], token_B, running_B)
+            return logits_BV
+
+        calls[each.name] = decode
+    rows = _compare(calls, None)
+    for row in rows:
+        cache, before = states[row["model"]]
+        row["ms_per_token"] = 1e3 * row["seconds"] / _DECODED
+        row["sparse_layers_run"] = (routed(cache) - before) / (tokens * _BATCH.value)
+        row["cache_MB"] = cache.nbytes / 2**20
+    return rows
 
 
 def _optimizer(contenders: list[Contender]) -> list[dict[str, Any]]:
@@ -336,6 +382,7 @@ def _check_flags() -> None:
 _OF_MODELS = {
     "training": _training,
     "evaluation": _evaluation,
+    "decoding": _decoding,
     "optimizer": _optimizer,
     "memory": _memory,
     "compile": _compile,

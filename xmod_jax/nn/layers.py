@@ -10,6 +10,8 @@ key/value heads, E head dim, F FFN width.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -111,16 +113,31 @@ class Attention(nnx.Module):
 
         `saved` and the second result are those of `causal_attention`.
         """
-        q_BLHE, k_BLGE = self._queries(x_BLD, phases), self._keys(x_BLD, phases)
-        out_BLHE, saved = causal_attention(q_BLHE, k_BLGE, self._heads(x_BLD, self.value), saved)
-        return self._out(out_BLHE), saved
+        return self.through(functools.partial(causal_attention, saved=saved), x_BLD, phases)
+
+    def through(
+        self, attend: Callable[..., tuple[jax.Array, Any]], x_BLD: jax.Array, phases: Phases
+    ) -> tuple[jax.Array, Any]:
+        """Attention by ``attend(q_BLHE, k_BLGE, v_BLGE) -> (out_BLHE, anything)``.
+
+        What `attend` returns beside its output (a cache, say) is the second result.
+        """
+        q_BLHE = self._queries(x_BLD, phases)
+        out_BLHE, beside = attend(q_BLHE, *self.keys_values(x_BLD, phases))
+        return self._out(out_BLHE), beside
+
+    def keys_values(self, x_BLD: jax.Array, phases: Phases) -> tuple[jax.Array, jax.Array]:
+        """Keys, rotated to their positions, and values of the rows, each [B, L, G, E]."""
+        return self._keys(x_BLD, phases), self._heads(x_BLD, self.value)
 
     def selected(
         self, rows_BCD: jax.Array, row_phases: Phases, x_BLD: jax.Array, phases: Phases
     ) -> jax.Array:
         """The given rows attend to every token of the stream up to their own position."""
-        q_BCHE, k_BLGE = self._queries(rows_BCD, row_phases), self._keys(x_BLD, phases)
-        v_BLGE = self._heads(x_BLD, self.value)
+        q_BCHE, (k_BLGE, v_BLGE) = (
+            self._queries(rows_BCD, row_phases),
+            self.keys_values(x_BLD, phases),
+        )
         return self._out(selected_attention(q_BCHE, k_BLGE, v_BLGE, row_phases.position_BL))
 
     def _heads(self, x_BLD: jax.Array, weight: nnx.Param) -> jax.Array:
@@ -276,6 +293,13 @@ def sparse_update(
         a_BCD, f_BCD = _full_kv(block, rows_BCD, phases, *stream)
     else:
         a_BCD, f_BCD, _ = block(rows_BCD, phases)
+    return updated(layer, rows_BCD, a_BCD, f_BCD, score_BC)
+
+
+def updated(
+    layer: SparseLayer, rows_BCD: jax.Array, a_BCD: jax.Array, f_BCD: jax.Array, score_BC: jax.Array
+) -> jax.Array:
+    """New values of routed rows from the block's two residuals and the routing scores (SPEC 3)."""
     if layer.update is Update.MOD:
         return rows_BCD + a_BCD + score_BC[..., None].astype(rows_BCD.dtype) * f_BCD
     weight_BC = (layer.gate[...] * score_BC).astype(rows_BCD.dtype)

@@ -1,0 +1,141 @@
+"""Continues prompts with the newest checkpoint of a run.
+
+    python -m experiments.generate --checkpoint=RUN_DIR --prompt='def main('
+    python -m experiments.generate --checkpoint=RUN_DIR --prompt_file=prompts.txt --format=json
+
+A single prompt's text appears as it is generated. Several prompts run as one batch and are printed
+in order once all are done; --format=json prints an object a line: prompt, text, tokens, stopped
+(end, stop, repetition or length).
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+from typing import Any
+
+from absl import flags
+
+from experiments import cli
+from xmod_jax import records
+from xmod_jax.config import MAX_SEED
+from xmod_jax.errors import UserError
+from xmod_jax.records import RunRecord
+
+_CHECKPOINT = flags.DEFINE_string("checkpoint", None, "run directory")
+_PROMPT = flags.DEFINE_multi_string("prompt", [], "text to continue; may be given several times")
+_PROMPT_FILE = flags.DEFINE_string("prompt_file", None, "file with a prompt in every line")
+_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 256, "tokens to generate at most", lower_bound=1)
+_TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "0 takes the likeliest token", lower_bound=0)
+_TOP_K = flags.DEFINE_integer("top_k", 0, "only the k likeliest tokens; 0 for all", lower_bound=0)
+_TOP_P = flags.DEFINE_float("top_p", 1.0, "only the likeliest tokens of this probability together")
+_SEED = flags.DEFINE_integer("seed", 0, "of the draws", lower_bound=0, upper_bound=MAX_SEED)
+_STOP = flags.DEFINE_multi_string("stop", [], "end before this text; may be given several times")
+_REPETITION = flags.DEFINE_integer(
+    "stop_repetition", 0, "end when a piece comes this many times in a row; 0 for never"
+)
+_THRESHOLD = flags.DEFINE_enum(
+    "threshold", "calibrated", ["calibrated", "paper"], "of the routers; paper: r >= 0.5"
+)
+_MAX_ROUTED = flags.DEFINE_integer(
+    "max_routed", None, "most tokens a sparse layer may keep (default: no limit)", lower_bound=1
+)
+_FORMAT = flags.DEFINE_enum("format", "text", ["text", "json"], "how to print")
+
+
+def main() -> None:
+    """Generates and prints."""
+    prompts = _prompts()
+    if not _CHECKPOINT.value:
+        raise UserError("--checkpoint is missing: give a run directory")
+    run = RunRecord.load(pathlib.Path(_CHECKPOINT.value))
+    if not any((run.directory / records.CHECKPOINTS).glob("[0-9]*")):
+        raise UserError(f"{run.directory}: it has no checkpoint yet: train it first")
+    # Only now: a mistake is told without loading what models need.
+    from xmod_jax.data.tokenizer import ByteTokenizer
+    from xmod_jax.inference.generate import Generator, Prompts
+    from xmod_jax.inference.sampling import Sampling
+    from xmod_jax.inference.text import Stop, Text, generate
+
+    sampling = Sampling(_TEMPERATURE.value, _TOP_K.value, _TOP_P.value)
+    stop = Stop(tuple(_STOP.value), _REPETITION.value)
+    tokenizer = ByteTokenizer()
+    # Training shows every document behind an end-of-text token, so a prompt starts behind one too.
+    ids = [[tokenizer.end_of_text, *tokenizer.encode(prompt).tolist()] for prompt in prompts]
+    model, route = _load(run)
+    generator = Generator(model, route, max_routed=_MAX_ROUTED.value)
+    texts = [Text(tokenizer, stop) for _ in prompts]
+    stream = _FORMAT.value == "text" and len(prompts) == 1
+    pieces = generate(
+        generator, Prompts.ragged(ids), texts, _MAX_TOKENS.value, sampling, _SEED.value
+    )
+    if stream:
+        print(prompts[0], end="", flush=True)
+    for new in pieces:
+        if stream:
+            print(new[0], end="", flush=True)
+    if stream:
+        print()
+        return
+    for prompt, text in zip(prompts, texts, strict=True):
+        print(_entry(prompt, text))
+
+
+def _prompts() -> list[str]:
+    """The prompts of the flags, those of the file behind the others."""
+    prompts = list(_PROMPT.value)
+    if _PROMPT_FILE.value:
+        path = pathlib.Path(_PROMPT_FILE.value)
+        try:
+            lines = path.read_text("utf-8").splitlines()
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}: not UTF-8 text: {error}") from error
+        prompts += [line for line in lines if line.strip()]
+        if not prompts:
+            raise UserError(f"{path}: no prompt in it: write one a line")
+    if not prompts:
+        raise UserError("no prompt: give --prompt=TEXT or --prompt_file=FILE")
+    for prompt in prompts:
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"a prompt is not UTF-8 text: {error}") from error
+    return prompts
+
+
+def _load(run: RunRecord) -> tuple[Any, Any]:
+    """The model of the newest checkpoint, and the thresholds of its routers."""
+    from xmod_jax.data import sources
+    from xmod_jax.model import Threshold
+    from xmod_jax.training.checkpoint import Checkpoints
+    from xmod_jax.training.step import abstract_state
+
+    dataset = sources.load(run.config.data)
+    # Opening checkpoints clears half-written ones away: not under a worker that writes them.
+    with (
+        records.claim(run.directory),
+        Checkpoints(run.directory, run.config, dataset.hash) as saved,
+    ):
+        if saved.latest is None:
+            raise UserError(f"{run.directory}: no whole checkpoint yet: resume the run first")
+        state, _ = saved.restore(abstract_state(run.config))
+    paper = _THRESHOLD.value == "paper"
+    return state.model, Threshold(state.model.thresholds() if paper else state.thresholds)
+
+
+def _entry(prompt: str, text: Any) -> str:
+    """A finished text as it is printed."""
+    if _FORMAT.value == "json":
+        fields = {
+            "prompt": prompt,
+            "text": text.text,
+            "tokens": len(text.ids),
+            "stopped": text.finished,
+        }
+        return json.dumps(fields, ensure_ascii=sys.stdout.encoding.lower() != "utf-8")
+    return f"{prompt}{text.text}\n"
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,70 @@
+"""`python -m experiments.generate`: text, JSON lines, and refusals in one line."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import pytest
+
+from tests.experiments.commands import run_command
+from tests.training import small
+from xmod_jax import records
+from xmod_jax.data import sources
+from xmod_jax.training.checkpoint import Checkpoints
+from xmod_jax.training.step import initial_state
+
+COMMON = ("--max_tokens=20", "--temperature=0")
+_run = functools.partial(run_command, "generate")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The directory of an X-MoD run with a checkpoint of its start."""
+    directory = tmp_path_factory.mktemp("sweep") / "xmod_a1k4"
+    config = small.run()
+    records.prepare(directory, config)
+    with Checkpoints(directory, config, sources.load(config.data).hash) as checkpoints:
+        checkpoints.save(initial_state(config), {})
+    return directory
+
+
+def _batch(saved, tmp_path):
+    """Two prompts from a file, greedily: the objects printed."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("def main(\n\nNaïve text that is longer than the other\n")
+    done = _run(*COMMON, f"--checkpoint={saved}", f"--prompt_file={prompts}", "--format=json")
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_a_batch_from_a_file_is_an_object_a_line(saved, tmp_path):
+    first, second = _batch(saved, tmp_path)
+    assert set(first) == {"prompt", "text", "tokens", "stopped"}
+    assert (first["prompt"], second["prompt"][:6]) == ("def main(", "Naïve ")
+    assert first["stopped"] in ("length", "end") and first["tokens"] <= 20
+
+
+@pytest.mark.slow
+def test_a_batch_gives_what_its_prompts_give_alone(saved, tmp_path):
+    alone = _run(*COMMON, f"--checkpoint={saved}", "--prompt=def main(", "--threshold=calibrated")
+    assert alone.returncode == 0, alone.stderr
+    first, _ = _batch(saved, tmp_path)
+    assert alone.stdout == first["prompt"] + first["text"] + "\n"
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ((), "no prompt"),
+        (("--prompt=a",), "--checkpoint is missing"),
+        (("--prompt=a", "--checkpoint=nowhere"), "nowhere: not a run directory"),
+        (("--prompt_file=nowhere",), "nowhere: No such file or directory"),
+        (("--prompt=a", "--temperature=-1"), "temperature"),
+        (("--prompt=a", "--top_p=0", "--checkpoint={saved}"), "top_p"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments, message, saved):
+    refused = _run(*(argument.format(saved=saved) for argument in arguments))
+    assert refused.returncode == 2
+    assert message in refused.stderr and len(refused.stderr.strip().splitlines()) == 1

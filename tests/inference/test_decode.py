@@ -1,0 +1,122 @@
+"""Cached decoding equals the full threshold pass, for every architecture."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.test_model import ARCHITECTURES, TINY, run, tokens
+from tests.test_model import make as make_large
+from xmod_jax.config import Backbone, ModelConfig
+from xmod_jax.hierarchy import Hierarchy
+from xmod_jax.inference import cache as caches
+from xmod_jax.inference.decode import decode_step, extend
+from xmod_jax.model import Threshold
+
+EXTEND = jax.jit(extend, donate_argnums=2)
+STEP = jax.jit(decode_step, donate_argnums=2)
+LOGITS = jax.jit(lambda model, states: model.logits(states))
+B, L, T = 3, 21, 8
+LENGTHS = np.array([8, 5, 1])  # of ragged prompts
+close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
+
+
+@functools.cache
+def make(name: str):
+    """The models of test_model.py, smaller matrices: with theirs, 12 layers on every token amplify
+    rounding ten-thousandfold."""
+    return jax.tree.map(lambda leaf: leaf * 0.6 if leaf.ndim > 2 else leaf, make_large(name))
+
+
+def decode(name, ids_BL, lengths_B, value, routed=L, running_B=None, chunk=T):
+    """Logits [B, L, V] of prompts run together and then decoded token by token; the last cache.
+
+    NaN where a sequence saw nothing.
+    """
+    model = make(name)
+    route = Threshold(model.thresholds(value))
+    batch, length = ids_BL.shape
+    ids_BL, position_B = np.asarray(ids_BL), np.array(lengths_B)
+    running_B = np.ones(batch, bool) if running_B is None else running_B
+    cache = caches.empty(model.config, batch, length, routed)
+    found = np.full((batch, length, TINY.vocab_size), np.nan, np.float32)
+    for first in range(0, max(lengths_B), chunk):
+        count_B = np.clip(position_B - first, 0, chunk)
+        states, cache = EXTEND(model, route, cache, ids_BL[:, first : first + chunk], count_B)
+        logits = LOGITS(model, states)
+        for b, n in enumerate(count_B):
+            found[b, first : first + n] = logits[b, :n]
+    while (now_B := running_B & (position_B < length)).any():
+        at_B = np.minimum(position_B, length - 1)
+        logits, cache = STEP(model, route, cache, ids_BL[np.arange(batch), at_B], now_B)
+        found[np.arange(batch)[now_B], at_B[now_B]] = np.asarray(logits)[now_B]
+        position_B += now_B
+    return found, cache
+
+
+@pytest.mark.parametrize("name", ["dense", "xmod", "moe", "routed ffn", "selected q, full kv"])
+def test_decoding_ragged_prompts_equals_the_full_pass(name):
+    """With some tokens routed, with none, and with all."""
+    model, ids = make(name), tokens(B, L)
+    for value in (0.0, 1e9, -1e9) if model.groups else (0.0,):
+        want, _ = run(model, ids, Threshold(model.thresholds(value)))
+        found, cache = decode(name, ids, LENGTHS, value)
+        close(found, want)
+        assert cache.length_B.tolist() == [L] * B
+        routed = sum(int(jnp.sum(group.count_NSB)) for group in cache.groups)
+        layers = sum(g.count * g.sparse_layers for g in model.config.hierarchy.groups)
+        share = routed / max(1, layers * B * L)
+        assert share == {1e9: 0, -1e9: 1}.get(value, share)
+        assert not model.groups or value or 0.1 < share < 0.9
+    # The same compiled programs, other neighbours, which stop early.
+    others = ids.at[1:].set((ids[1:] + 3) % TINY.vocab_size)
+    alone, _ = decode(name, others, LENGTHS, 0.0, running_B=np.array([True, False, False]))
+    together, _ = decode(name, ids, LENGTHS, 0.0)
+    np.testing.assert_allclose(alone[0], together[0], rtol=1e-5, atol=1e-5)
+    assert np.isnan(alone[1, LENGTHS[1] :]).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(ARCHITECTURES))
+def test_decoding_equals_the_full_pass_over_512_tokens(name):
+    model, ids = make(name), tokens(B, 528)
+    want, _ = run(model, ids, Threshold(model.thresholds()))
+    found, _ = decode(name, ids, (400, 16, 1), 0.0, routed=528, chunk=16)
+    close(found, want)
+
+
+def test_new_rows_never_move_over_older_ones_at_the_end_of_a_buffer():
+    store = caches.Rows(*(jnp.arange(2 * 8.0).reshape(1, 2, 1, 8, 1) for _ in range(2)))
+    rows = -jnp.arange(1.0, 9).reshape(2, 4, 1, 1)
+    start_B, count_B = jnp.array([6, 2]), jnp.array([2, 3])
+    append = jax.jit(lambda store, n: caches.append(store, (n,), (rows, rows), start_B, count_B))
+    got = append(store, 0).values[0, :, 0, :, 0]
+    assert got.tolist() == [[0, 1, 2, 3, 4, 5, -1, -2], [8, 9, -5, -6, -7, 13, 14, 15]]
+
+
+@pytest.mark.parametrize("name", ["dense", "xmod", "selected q, full kv"])
+def test_a_step_copies_no_cache(name):
+    """Of the buffers, far larger than all else here, nothing is kept twice."""
+    model = make(name)
+    cache = jax.eval_shape(lambda: caches.empty(model.config, 1, 1 << 15, 1 << 15))
+    shapes = jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.bool)
+    step = STEP.lower(model, Threshold(model.thresholds()), cache, *shapes).compile()
+    buffers = sum(leaf.size * 4 for leaf in jax.tree.leaves(cache))
+    memory = step.memory_analysis()
+    assert memory is not None
+    assert memory.alias_size_in_bytes >= buffers - 4
+    assert memory.temp_size_in_bytes < 0.1 * buffers
+
+
+def test_balanced_routing_needs_about_the_memory_of_the_dense_twin():
+    backbone, size = Backbone(256, 64, 4, 2, 768, 257), {}
+    for name, K in (("dense", 1), ("A4K8", 8), ("A3K16", 16)):
+        config = ModelConfig(backbone, Hierarchy.from_name(name, 28))
+        routed = caches.routed_rows(1024, K)
+        cache = jax.eval_shape(lambda c=config, r=routed: caches.empty(c, 1, 1024, r))
+        size[name] = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+    assert max(size["A4K8"], size["A3K16"]) <= 1.25 * size["dense"]
