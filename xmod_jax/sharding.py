@@ -173,9 +173,9 @@ def placed(abstract: T, mesh: Mesh) -> T:
     )
 
 
-def batch_spec(rows: int, shape: MeshShape) -> P:
+def batch_spec(rows: int, mesh: Mesh) -> P:
     """Where `rows` sequences lie: in parts, or whole everywhere where they cannot be cut evenly."""
-    return P() if rows % shape.batch_parts else P(BATCH_AXES)
+    return P() if rows % (mesh.shape[DATA] * mesh.shape[FSDP]) else P(BATCH_AXES)
 
 
 def rows_of_process(mesh: Mesh, rows: int) -> tuple[int, int]:

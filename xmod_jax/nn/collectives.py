@@ -106,6 +106,12 @@ def batch_mean(x: T) -> T:
     return jax.tree.map(lambda leaf: lax.pmean(lax.stop_gradient(leaf), axes), x) if axes else x
 
 
+def batch_nanmean(x: jax.Array) -> jax.Array:
+    """Mean over all elements of all parts that are not NaN; NaN where all are."""
+    total, count = batch_sum((jnp.nansum(x), jnp.sum(~jnp.isnan(x))))
+    return total / count
+
+
 def batch_parts() -> int:
     """Number of parts that the batch lies in."""
     return _devices(_spread_over(BATCH_AXES))
@@ -135,7 +141,7 @@ def mean_gradient(gradient: T) -> T:
 
 
 def global_norm(tree: Any) -> jax.Array:
-    """Root of the sum of squares of whole parameters, or their like, of which devices hold parts."""
+    """Root of the sum of squares over parameters, or their like, of which devices hold parts."""
     squares: dict[tuple[str, ...], jax.Array] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         axes = _spread_over(axes_of(path))

@@ -89,7 +89,8 @@ class Checkpoints:
         """The newest checkpoint in the structure of `like`, and the data iterator's position.
 
         Args:
-          like: a state, or its shapes and dtypes (`abstract_state`).
+          like: a state, or its shapes, dtypes and shardings (`abstract_state`): it is read into
+            these, whatever mesh wrote it; onto one device where there are none.
 
         Where it cannot be read the one before is used; the unreadable are then set aside, told by
         a warning. Nothing is moved while none can be read.
@@ -124,7 +125,12 @@ class Checkpoints:
         )
 
     def _read(self, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, named_leaves(like))
+        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        abstract = {
+            # Without a sharding Orbax insists on the devices that wrote the checkpoint.
+            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or here)
+            for name, leaf in named_leaves(like).items()
+        }
         meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))
         self._check(meta["meta"], step)
         items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
