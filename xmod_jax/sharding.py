@@ -184,7 +184,8 @@ def rows_of_process(mesh: Mesh, rows: int) -> tuple[int, int]:
     Processes that `tensor` alone separates feed the same rows.
     """
     sharding = NamedSharding(mesh, P(BATCH_AXES))
-    slices = [index[0] for index in sharding.addressable_devices_indices_map((rows,)).values()]
+    indices = sharding.addressable_devices_indices_map((rows,)).values()
+    slices = [index[0] for index in indices if index]
     start = min(part.start or 0 for part in slices)
     stop = max(rows if part.stop is None else part.stop for part in slices)
     return start // (stop - start), rows // (stop - start)

@@ -30,7 +30,7 @@ T = TypeVar("T")
 def _spread_over(axes: Iterable[str | None]) -> tuple[str, ...]:
     """Those of `axes` along which the running program has several devices."""
     mesh = jax.sharding.get_abstract_mesh()
-    return tuple(a for a in axes if a in mesh.manual_axes and mesh.shape[a] > 1)
+    return tuple(a for a in axes if a is not None and a in mesh.manual_axes and mesh.shape[a] > 1)
 
 
 def _devices(axes: Iterable[str]) -> int:
@@ -133,8 +133,8 @@ def mean_gradient(gradient: T) -> T:
 
     def mean(path: Any, leaf: jax.Array) -> jax.Array:
         # Along the axes of a matrix its parts were summed as they were scattered.
-        axes = [axis for axis in BATCH_AXES if axis not in axes_of(path)]
-        axes = _spread_over([*axes, TENSOR] if of_heads(path) else axes)
+        whole = [axis for axis in BATCH_AXES if axis not in axes_of(path)]
+        axes = _spread_over([*whole, TENSOR] if of_heads(path) else whole)
         return (lax.psum(leaf, axes) if axes else leaf) / parts
 
     return jax.tree_util.tree_map_with_path(mean, gradient) if _spread_over(AXES) else gradient
@@ -167,7 +167,7 @@ def over_matrices(
       axes: the mesh axes of its last two dimensions.
     """
     flat = stack.reshape(-1, *stack.shape[-2:])
-    cut = [(axis, dim) for dim, axis in enumerate(axes, 1) if _spread_over([axis])]
+    cut = [(axis, dim) for dim, axis in enumerate(axes, 1) if axis and _spread_over([axis])]
     repeated = _spread_over(axis for axis in AXES if axis not in axes)
     devices = _devices(axis for axis, _ in cut) * _devices(repeated)
     count = len(flat)

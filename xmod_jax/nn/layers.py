@@ -2,8 +2,8 @@
 
 Modules hold parameters in float32 and never change in `__call__`; matrices are cast to the dtype of
 the activations. Stacked modules (layers on axis 0) are made with `jax.vmap` over their constructor
-and taken apart by `jax.lax.scan`. On a mesh a layer's matrices are gathered where the layer begins, in
-the forward pass and in the backward pass again (`nn/collectives.py`).
+and taken apart by `jax.lax.scan`. On a mesh a layer's matrices are gathered where the layer begins,
+in the forward pass and in the backward pass again (`nn/collectives.py`).
 
 Shapes: B batch, L rows (tokens of a context, or the routed ones), D width, H query heads, G
 key/value heads, E head dim, F FFN width.

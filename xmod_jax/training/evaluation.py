@@ -90,6 +90,8 @@ def make_evaluator(mesh: Mesh | None = None) -> Evaluator:
         rows = []
         for tokens_BL1 in batches:
             rows.append(len(tokens_BL1))
+            # One batch ahead of the device, not all: whoever stops the batches waits for few.
+            jax.block_until_ready([values[-2:-1] for values in parts.values()])
             for name, route in routes.items():
                 parts[name].append(compiled(model, tokens_BL1, route))
         means = {name: _weighted(values, rows) for name, values in parts.items()}

@@ -56,7 +56,7 @@ def labels(model: Any, matrices: str) -> Any:
 class Momentum(NamedTuple):
     """State of `orthogonal_momentum`: steps taken, and the running mean of the gradients."""
 
-    count: jax.Array
+    steps: jax.Array
     mean: Any
 
 
@@ -80,7 +80,7 @@ def orthogonal_momentum(decay: float) -> optax.GradientTransformation:
 
     def update(gradient: Any, state: Momentum, params: Any = None) -> tuple[Any, Momentum]:
         del params
-        count = optax.safe_increment(state.count)
+        count = optax.safe_increment(state.steps)
         mean = optax.tree.update_moment(gradient, state.mean, decay, 1)
         ahead = optax.tree.bias_correction(mean, decay, optax.safe_increment(count))
         now = optax.tree.bias_correction(gradient, decay, count)
