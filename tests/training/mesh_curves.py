@@ -2,7 +2,7 @@
 
     python -m tests.training.mesh_curves ARCHITECTURE=MESH,...  (a mesh as data:8+fsdp:1, or "one")
 
-Prints a JSON object: for ``ARCHITECTURE MESH`` the metrics of every step, and the collectives of the
+Prints a JSON object: for ``ARCHITECTURE MESH`` the metrics of every step and the collectives of the
 compiled step as [kind, shape] pairs.
 """
 
@@ -25,7 +25,7 @@ from xmod_jax.hierarchy import Hierarchy, StageGroup
 from xmod_jax.training.step import Metrics, TrainState, abstract_state, make_step
 
 STEPS = 20
-BATCH, LENGTH = 8, 32
+BATCH, LENGTH = 8, 24  # neither these nor a capacity is a size of a parameter
 BACKBONE = Backbone(32, 8, 4, 2, 64, vocab_size=BYTE_VOCABULARY)
 MODELS = {
     "dense": ModelConfig(BACKBONE, Hierarchy.dense(2)),
@@ -42,15 +42,15 @@ def run_config(architecture: str) -> RunConfig:
 
 
 def start(config: RunConfig, mesh: Any) -> TrainState:
-    """The same state on any mesh, without compiling anything: normal matrices, the rest as usual."""
+    """The same state on any mesh, nothing compiled: matrices normal, the rest as usual."""
 
     def fill(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         name = jax.tree_util.keystr(path)
-        value = np.zeros(leaf.shape, leaf.dtype)
-        if name.startswith(".model"):
-            value += np.float32(name.endswith(("scale.value", "sparse.gate.value")))
-            if leaf.ndim >= 2 and not value.any() and "bias" not in name:
-                value += 0.05 * np.random.default_rng(len(name)).standard_normal(leaf.shape)
+        value = np.zeros(leaf.shape)
+        if name.startswith(".model") and name.endswith(("scale.value", "sparse.gate.value")):
+            value += 1
+        elif name.startswith(".model") and leaf.ndim >= 2 and "bias" not in name:
+            value += 0.05 * np.random.default_rng(len(name)).standard_normal(leaf.shape)
         return jax.device_put(value.astype(leaf.dtype), leaf.sharding)
 
     return jax.tree_util.tree_map_with_path(fill, abstract_state(config, mesh))
@@ -69,10 +69,12 @@ def curve(architecture: str, text: str) -> dict[str, Any]:
     for _ in range(STEPS):
         state, found = compiled(state, place(batch()))
         metrics.append([float(value) for value in found])
-    moved = [(part.kind, part.shape) for part in hlo.collectives(compiled.as_text())]
+    moved = [(part.kind, part.shape) for part in hlo.collectives(compiled.as_text() or "")]
     print(architecture, text, f"{time.perf_counter() - began:.0f} s", file=sys.stderr)
-    return {"metrics": dict(zip(Metrics._fields, np.transpose(metrics).tolist(), strict=True)),
-            "collectives": moved}
+    return {
+        "metrics": dict(zip(Metrics._fields, np.transpose(metrics).tolist(), strict=True)),
+        "collectives": moved,
+    }
 
 
 def main() -> None:

@@ -136,7 +136,7 @@ class _Run:
         """Takes the steps that are left, then marks the run done."""
         self.state, self.taken = self._start()
         self.saved = self.taken  # step of the last checkpoint, if any
-        with contextlib.closing(self._tensorboard(self.taken)) as self.board:
+        with self._tensorboard(self.taken) as self.board:
             try:
                 self._go_on()
             except Interrupted:
@@ -297,9 +297,9 @@ class _Run:
             records.mark_failed(self.directory, reason, step=step, checkpoint=last)
         raise RunFailed(reason)
 
-    def _tensorboard(self, step: int) -> Any:
+    def _tensorboard(self, step: int) -> contextlib.AbstractContextManager[Any]:
         if not self.leads:
             return contextlib.nullcontext()
         # Purging hides what an interrupted run wrote after the checkpoint that this one starts at.
         folder = str(self.directory / "tensorboard")
-        return SummaryWriter(folder, purge_step=step + 1 if step else None)
+        return contextlib.closing(SummaryWriter(folder, purge_step=step + 1 if step else None))
