@@ -20,7 +20,8 @@ class Plan:
 
     Attributes:
       shape: the mesh.
-      parameters: this device's part of the parameters; their gradients take as much again.
+      parameters: this device's part of the parameters.
+      gradients: of these; twice as much where micro-batches are summed up.
       optimizer: its part of the optimiser's state.
       logits: one chunk of the loss's logits and their gradients.
       temporary: everything that is not kept between steps, gradients and logits included.
@@ -29,6 +30,7 @@ class Plan:
 
     shape: MeshShape
     parameters: int
+    gradients: int
     optimizer: int
     logits: int
     temporary: int
@@ -37,7 +39,7 @@ class Plan:
     @property
     def activations(self) -> int:
         """Temporaries beside gradients and logits: the stream, saved rows, work space."""
-        return max(0, self.temporary - self.parameters - self.logits)
+        return max(0, self.temporary - self.gradients - self.logits)
 
     @property
     def total(self) -> int:
@@ -77,13 +79,16 @@ def compile_step(run: RunConfig, shape: MeshShape) -> Plan:
     rows = train.batch_size // train.accumulation // shape.batch_parts * train.context_length
     vocabulary = run.model.backbone.vocab_size
     chunk = min(rows, max(128, CHUNK_ELEMENTS // vocabulary)) * vocabulary
+    parameters, memory = _part_bytes(state.model), compiled.memory_analysis()
+    assert memory is not None  # XLA gives it on CPU
     return Plan(
         shape,
-        _part_bytes(state.model),
+        parameters,
+        parameters * (1 if train.accumulation == 1 else 2),
         _part_bytes(state.optimizer),
         2 * 4 * chunk,
-        int(compiled.memory_analysis().temp_size_in_bytes),
-        hlo.collectives(compiled.as_text()),
+        int(memory.temp_size_in_bytes),
+        hlo.collectives(compiled.as_text() or ""),
     )
 
 
@@ -126,7 +131,7 @@ def text(run: RunConfig, plan: Plan, memory: float, peak: float, bandwidth: floa
 def _memory_rows(plan: Plan) -> list[tuple[str, str]]:
     sizes = {
         "parameters": plan.parameters,
-        "gradients": plan.parameters,
+        "gradients": plan.gradients,
         "optimiser": plan.optimizer,
         "activations and work space": plan.activations,
         "logits": plan.logits,
