@@ -49,12 +49,9 @@ class Plan:
     @property
     def sent(self) -> float:
         """Bytes that the device sends in a step at the least, over all collectives."""
-        return float(sum(_sent(part) for part in self.collectives))
-
-
-def _sent(part: Collective) -> float:
-    # A ring sends about the result once; for an all-reduce it goes round twice.
-    return part.bytes * (2 if part.kind == "all-reduce" else 1)
+        # In a ring the whole array goes round once, for an all-reduce twice.
+        rounds = {"all-reduce": 2, "reduce-scatter": self.shape.fsdp}
+        return float(sum(part.bytes * rounds.get(part.kind, 1) for part in self.collectives))
 
 
 def compile_step(run: RunConfig, shape: MeshShape) -> Plan:
