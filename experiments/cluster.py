@@ -46,9 +46,8 @@ _INDEX = flags.DEFINE_integer(
 )
 
 
-@contextlib.contextmanager
-def joined(runs: Sequence[RunConfig]) -> Iterator[Watch]:
-    """Meets the other processes; notes requests to leave while the block trains `runs`.
+def check(runs: Sequence[RunConfig]) -> None:
+    """Refuses flags that cannot be, before anything is made or printed.
 
     Raises:
       UserError: a mesh that cannot be, or that does not fit a run; processes that make no whole.
@@ -56,9 +55,14 @@ def joined(runs: Sequence[RunConfig]) -> Iterator[Watch]:
     if shape := given_mesh():
         for run in runs:
             shape.check(run)
+    Processes.find(_COORDINATOR.value, _COUNT.value, _INDEX.value)
+
+
+@contextlib.contextmanager
+def joined() -> Iterator[Watch]:
+    """Meets the other processes; notes requests to leave while the block runs."""
     processes = Processes.find(_COORDINATOR.value, _COUNT.value, _INDEX.value)
-    with Watch(processes).signals() as watch:
-        processes.meet()
+    with Watch(processes).signals() as watch, processes.meeting():
         yield watch
 
 

@@ -33,6 +33,7 @@ def main() -> int:
     """Plans, trains, reports."""
     experiment = selection.selected()
     runs = planning.shard(experiment.select([name for name in _ONLY.value if name]), _SHARD.value)
+    cluster.check(runs)
     workdir = runner.choose_workdir(experiment, _WORKDIR.value)
     if not runs:
         print(f"--shard={_SHARD.value} has no run: there are fewer runs than shards")
@@ -42,7 +43,7 @@ def main() -> int:
         print(f"skipped {line}", file=sys.stderr)
     if _DRY_RUN.value:
         return 0
-    with cluster.joined(runs) as watch:
+    with cluster.joined() as watch:
         write = functools.partial(runner.write_sweep, experiment, workdir)
         watch.processes.from_leader(write)
         outcome = runner.run_all(

@@ -36,8 +36,9 @@ def main() -> int:
     if not _RUN.value:
         raise UserError(f"--run is missing; known: {', '.join(r.name for r in experiment.runs)}")
     run = experiment.run(_RUN.value)
+    cluster.check([run])
     workdir = runner.choose_workdir(experiment, _WORKDIR.value)
-    with cluster.joined([run]) as watch:
+    with cluster.joined() as watch:
         write = functools.partial(runner.write_sweep, experiment, workdir)
         watch.processes.from_leader(write)
         directory = workdir / run.name

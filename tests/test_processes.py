@@ -146,6 +146,17 @@ def test_two_processes_stop_together_when_one_is_asked_to_and_resume_on_one_proc
 
 
 @pytest.mark.slow
+def test_when_a_process_is_killed_the_other_ends_with_one_line_and_both_resume(alone, tmp_path):
+    directory = tmp_path / "killed"
+    statuses, errors = together(directory, 2, "data:2", signal_at=-3)
+    assert statuses == [75, -9], errors
+    assert "another process of the run was lost" in errors[0].splitlines()[-1]
+    statuses, errors = together(directory, 2, "data:2")
+    assert statuses == [0, 0], errors
+    check_same_curve(alone, directory)
+
+
+@pytest.mark.slow
 def test_four_processes_of_two_devices_on_every_axis_equal_one(alone, tmp_path):
     statuses, errors = together(tmp_path / "four", 4, "data:2,fsdp:2", devices=1)
     assert statuses == [0] * 4, errors

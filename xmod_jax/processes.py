@@ -5,17 +5,25 @@ Process 0 leads: it holds the run's claim and writes its records. The others tak
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from xmod_jax.errors import UserError
 
 _PORTS = range(20_000, 60_000)
+_SILENCE_S = 60  # after which a process that says nothing counts as dead
+# What Gloo, NCCL and JAX's coordination say when the other end has gone.
+_LOST = re.compile(r"gloo|nccl|coordination|heartbeat|connection|peer", re.IGNORECASE)
 _STOPPED = -1  # what process 0 tells the others when it cannot go on
 _VARIABLES = ("XMOD_COORDINATOR", "XMOD_PROCESS_COUNT", "XMOD_PROCESS_INDEX")
+
+
+class ProcessLost(Exception):
+    """Another process of the run has died; this one cannot go on."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,10 +78,29 @@ class Processes:
         """Whether this process writes what the run leaves behind."""
         return self.index == 0
 
-    def meet(self) -> None:
-        """Connects the processes; before JAX touches a device. Nothing to do for one alone."""
+    @contextlib.contextmanager
+    def meeting(self) -> Iterator[None]:
+        """Connects the processes while the block runs; before JAX touches a device.
+
+        Raises:
+          ProcessLost: another process or its node died. One that dies in silence is noticed after
+            `_SILENCE_S` at the latest: JAX then ends this process with a message of its own.
+        """
         if self.count == 1:
+            yield
             return
+        self._connect()
+        try:
+            yield
+        except Exception as error:
+            if not _LOST.search(str(error)):
+                raise
+            raise ProcessLost(
+                f"process {self.index}: another process of the run was lost: start all of them "
+                "again, and the run resumes from its last checkpoint"
+            ) from error
+
+    def _connect(self) -> None:
         import jax
 
         # On CPU processes talk through Gloo, which JAX does not choose by itself.
@@ -83,6 +110,8 @@ class Processes:
             self.count,
             self.index,
             local_device_ids=None if self.local_devices is None else list(self.local_devices),
+            heartbeat_timeout_seconds=_SILENCE_S,
+            shutdown_timeout_seconds=_SILENCE_S,
         )
 
     def from_leader(self, decide: Callable[[], int | None]) -> int:

@@ -30,7 +30,7 @@ BACKBONE = Backbone(32, 8, 4, 2, 64, vocab_size=BYTE_VOCABULARY)
 MODELS = {
     "dense": ModelConfig(BACKBONE, Hierarchy.dense(2)),
     "mod": ModelConfig(BACKBONE, Hierarchy(1, (StageGroup(2, 1),), 4), Routing.mod()),
-    "xmod": ModelConfig(BACKBONE, Hierarchy(1, (StageGroup(2, 4),), 4)),
+    "xmod": ModelConfig(BACKBONE, Hierarchy(0, (StageGroup(2, 4),), 4)),
     "moe": ModelConfig(BACKBONE, Hierarchy.dense(2), moe=MoE(4, 2, 1, 16, bias_rate=0.01)),
 }
 

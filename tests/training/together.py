@@ -2,7 +2,7 @@
 
     python -m tests.training.together DIRECTORY MESH PROCESSES INDEX COORDINATOR [SIGNAL_AT]
 
-SIGNAL_AT: the step after which this process gets a SIGTERM.
+SIGNAL_AT: the step after which this process gets a SIGTERM; with a minus, a SIGKILL.
 """
 
 from __future__ import annotations
@@ -36,19 +36,18 @@ class Signalling(Display):
         yield self.update
 
     def update(self, progress: Progress) -> None:
-        if progress.tokens == self.signal_at * small.run().train.tokens_per_step:
-            os.kill(os.getpid(), signal.SIGTERM)
+        if progress.tokens == abs(self.signal_at) * small.run().train.tokens_per_step:
+            os.kill(os.getpid(), signal.SIGTERM if self.signal_at > 0 else signal.SIGKILL)
 
 
 def main(arguments: list[str]) -> int:
     directory, mesh, count, index, coordinator, *rest = arguments
     processes = Processes.find(coordinator, int(count), int(index))
     shape = MeshShape.parse(mesh)
-    with Watch(processes).signals() as watch:
-        processes.meet()
+    with Watch(processes).signals() as watch, processes.meeting():
         train = lambda run, folder, progress: loop.train(run, folder, progress, shape, watch)
         trainer = runner.Trainer(train, loop.RunFailed)
-        display = Signalling(int(rest[0]) if rest else -1)
+        display = Signalling(int(rest[0]) if rest else 0)
         run, folder = small.run(), pathlib.Path(directory)
         status = runner.train_one(run, folder, trainer, display, processes=processes)
     print(status.value)
