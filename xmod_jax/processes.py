@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -105,6 +106,8 @@ class Processes:
 
         # On CPU processes talk through Gloo, which JAX does not choose by itself.
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        # It would take SIGTERM for itself, and tell no one (training/preemption.py).
+        jax.config.update("jax_enable_preemption_service", False)
         jax.distributed.initialize(
             self.coordinator,
             self.count,
@@ -141,22 +144,31 @@ class Processes:
 
     def vote(self, flag: bool) -> Any:
         """`any` as an array whose value is there once every process has voted."""
-        import jax
-        import numpy as np
-        from jax.sharding import Mesh, NamedSharding
-        from jax.sharding import PartitionSpec as P
-
         if self.count == 1:
-            return np.bool_(flag)
-        mesh = Mesh(np.array(jax.devices()), ("all",))
-        parts = NamedSharding(mesh, P("all"))
-        votes = jax.make_array_from_callback(
-            (mesh.size,), parts, lambda index: np.full(mesh.size, flag)[index]
-        )
-        return jax.jit(lambda votes: votes.any(), out_shardings=NamedSharding(mesh, P()))(votes)
+            return flag
+        return _ballot()(flag)
 
 
 ALONE = Processes()
+
+
+@functools.cache
+def _ballot() -> Callable[[bool], Any]:
+    """One program for all votes: whether any process's flag is up."""
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    mesh = Mesh(np.array(jax.devices()), ("all",))
+    count = jax.jit(lambda votes: votes.any(), out_shardings=NamedSharding(mesh, P()))
+    parts = NamedSharding(mesh, P("all"))
+
+    def vote(flag: bool) -> Any:
+        mine = lambda index: np.full(mesh.size, flag)[index]
+        return count(jax.make_array_from_callback((mesh.size,), parts, mine))
+
+    return vote
 
 
 def _broadcast(value: int) -> int:
