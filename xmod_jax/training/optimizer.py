@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -82,19 +81,15 @@ def orthogonal_momentum(decay: float) -> optax.GradientTransformation:
     def update(gradient: Any, state: Momentum, params: Any = None) -> tuple[Any, Momentum]:
         del params
         count = optax.safe_increment(state.steps)
-        leaves, structure = jax.tree_util.tree_flatten_with_path(gradient)
-        updates: list[jax.Array] = []
-        means: list[jax.Array] = []
-        for (path, now), mean in zip(leaves, jax.tree.leaves(state.mean), strict=True):
-            # One stack after another: together their work space is several times the parameters.
-            now, mean, updates[-1:] = jax.lax.optimization_barrier((now, mean, updates[-1:]))
-            mean = optax.tree.update_moment(now, mean, decay, 1)
-            ahead = optax.tree.bias_correction(mean, decay, optax.safe_increment(count))
-            momentum = decay * ahead + (1 - decay) * optax.tree.bias_correction(now, decay, count)
-            updates.append(collectives.over_matrices(orthogonal, momentum, axes_of(path)))
-            means.append(mean)
-        unflatten = functools.partial(jax.tree.unflatten, structure)
-        return unflatten(updates), Momentum(count, unflatten(means))
+        mean = optax.tree.update_moment(gradient, state.mean, decay, 1)
+        ahead = optax.tree.bias_correction(mean, decay, optax.safe_increment(count))
+        now = optax.tree.bias_correction(gradient, decay, count)
+
+        def leaf(path: Any, ahead: jax.Array, now: jax.Array) -> jax.Array:
+            momentum = decay * ahead + (1 - decay) * now
+            return collectives.over_matrices(orthogonal, momentum, axes_of(path))
+
+        return jax.tree_util.tree_map_with_path(leaf, ahead, now), Momentum(count, mean)
 
     def init(params: Any) -> Momentum:
         return Momentum(jnp.zeros((), jnp.int32), optax.tree.zeros_like(params))
