@@ -22,6 +22,8 @@ from absl import flags
 from absl import logging as absl_logging
 
 from xmod_jax.errors import UserError
+from xmod_jax.processes import ProcessLost
+from xmod_jax.training.preemption import REQUEUE, Preempted
 
 MISTAKE = 2
 INTERRUPTED = 128 + 2  # as a shell reports a process that SIGINT ended
@@ -48,8 +50,9 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     """Parses the command line's absl flags, calls `main` and exits with its status.
 
     Status: what `main` returns (None is 0); 2 with one line on stderr for a wrong flag or argument,
-    a `UserError`, or a path that cannot be used or written; 130 after an interrupt; 141 when the
-    reader of the output has gone. ``--help`` prints the docstring and flags of main's module.
+    a `UserError`, or a path that cannot be used or written; 75 when training was asked to leave and
+    has saved, or lost one of its processes; 130 after an interrupt; 141 when the reader of the
+    output has gone. ``--help`` prints the docstring and flags of main's module.
     Any other exception is a fault of the program and keeps its traceback.
     """
     # Python has no stream where the caller closed the descriptor.
@@ -67,6 +70,13 @@ def _status(main: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         _say("interrupted")
         return INTERRUPTED
+    except Preempted as leaving:
+        _say(str(leaving))
+        return REQUEUE
+    except ProcessLost as lost:
+        _say(str(lost))
+        # The way out through the interpreter's end would wait for the one that is lost.
+        os._exit(REQUEUE)
     except (UserError, flags.Error) as error:
         _say(f"error: {error}")
         return MISTAKE

@@ -14,6 +14,7 @@ from xmod_jax import records
 from xmod_jax.config import RunConfig, config_hash
 from xmod_jax.data import sources
 from xmod_jax.errors import UserError
+from xmod_jax.processes import ALONE, Processes
 from xmod_jax.records import RunClaimed, Status
 
 Train = Callable[[RunConfig, pathlib.Path, Callable[[Progress], None]], Any]
@@ -72,6 +73,9 @@ def choose_workdir(experiment: Experiment, given: str | None) -> pathlib.Path:
     return workdir
 
 
+_HELD = len(Status)  # beside the places of statuses: another worker has the run
+
+
 def write_sweep(experiment: Experiment, workdir: pathlib.Path) -> None:
     """Makes the work directory and its sweep.json, which names all runs with their hashes.
 
@@ -92,8 +96,12 @@ def train_one(
     trainer: Trainer,
     display: Display,
     retry_failed: bool = False,
+    processes: Processes = ALONE,
 ) -> Status:
     """Trains or resumes one run under its claim, unless it is finished or failed already.
+
+    Where several processes train it together each calls this. Process 0 holds the claim, and what
+    it finds in the run directory counts for all.
 
     Returns:
       How far the run is: done, or failed (now, or before and `retry_failed` is off).
@@ -102,16 +110,30 @@ def train_one(
       RunClaimed: another worker holds it.
       UserError: the directory holds a run of another configuration.
     """
-    with records.claim(directory):
-        # Looked at under the claim: another worker may just have ended it.
-        before = records.status(directory)
-        if before is Status.DONE or (before is Status.FAILED and not retry_failed):
-            return before
-        records.clear_failed(directory)
-        records.prepare(directory, run)
+    places = list(Status)
+    with contextlib.ExitStack() as claim:
+
+        def begin() -> int:
+            try:
+                claim.enter_context(records.claim(directory))
+            except RunClaimed:
+                return _HELD
+            # Looked at under the claim: another worker may just have ended it.
+            before = records.status(directory)
+            if before is Status.UNFINISHED or (before is Status.FAILED and retry_failed):
+                records.clear_failed(directory)
+                records.prepare(directory, run)
+                before = Status.UNFINISHED
+            return places.index(before)
+
+        found = processes.from_leader(begin)
+        if found == _HELD:
+            raise records.claimed(directory)
+        if places[found] is not Status.UNFINISHED:
+            return places[found]
         with display.bar(run) as progress, contextlib.suppress(trainer.failure):
             trainer.train(run, directory, progress)
-    after = records.status(directory)
+        after = places[processes.from_leader(lambda: places.index(records.status(directory)))]
     if after is Status.UNFINISHED:
         raise RuntimeError(f"training of {directory} ended without a DONE or FAILED mark")
     return after
@@ -123,6 +145,7 @@ def run_all(
     trainer: Trainer,
     display: Display,
     retry_failed: bool = False,
+    processes: Processes = ALONE,
 ) -> Outcome:
     """Trains every run that is neither finished nor held by another worker.
 
@@ -136,6 +159,7 @@ def run_all(
       trainer: how.
       display: where progress is shown.
       retry_failed: try runs again that failed before; else they stay failed.
+      processes: those that train each run together, this one among them.
     """
     outcome = Outcome()
     pending = list(runs)
@@ -146,7 +170,7 @@ def run_all(
         for run in list(pending):
             directory = workdir / run.name
             try:
-                status = train_one(run, directory, trainer, display, retry_failed)
+                status = train_one(run, directory, trainer, display, retry_failed, processes)
             except RunClaimed as claimed:
                 outcome.held[run.name] = str(claimed)
                 continue

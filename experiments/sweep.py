@@ -5,16 +5,18 @@
 Prints the plan, then trains. A finished run is never repeated and an interrupted one resumes: after
 any interruption start the same command again. Several workers may share one work directory (on one
 machine or a file system with locks); --shard=i/n divides the runs between them beforehand.
+
+On SIGTERM or SIGUSR1 the run at hand saves and the command exits with status 75.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 
 from absl import flags
 
-from experiments import cli, planning, runner, selection
-from experiments.progress import Display
+from experiments import cli, cluster, planning, runner, selection
 
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "folder of the sweep (default: runs/<experiment>_<scale>)"
@@ -24,12 +26,14 @@ _ONLY = flags.DEFINE_list("only", [], "train these runs only, by name, separated
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "print the plan and stop; writes nothing")
 _RETRY_FAILED = flags.DEFINE_bool("retry_failed", False, "train failed runs again")
 flags.adopt_module_key_flags(selection)
+flags.adopt_module_key_flags(cluster)
 
 
 def main() -> int:
     """Plans, trains, reports."""
     experiment = selection.selected()
     runs = planning.shard(experiment.select([name for name in _ONLY.value if name]), _SHARD.value)
+    cluster.check(runs)
     workdir = runner.choose_workdir(experiment, _WORKDIR.value)
     if not runs:
         print(f"--shard={_SHARD.value} has no run: there are fewer runs than shards")
@@ -39,18 +43,21 @@ def main() -> int:
         print(f"skipped {line}", file=sys.stderr)
     if _DRY_RUN.value:
         return 0
-    runner.write_sweep(experiment, workdir)
-    # Only now: a plan or a mistake needs none of what these load.
-    from experiments import summary
-    from xmod_jax.training import loop
+    with cluster.joined() as watch:
+        write = functools.partial(runner.write_sweep, experiment, workdir)
+        watch.processes.from_leader(write)
+        outcome = runner.run_all(
+            runs,
+            workdir,
+            cluster.trainer(watch),
+            cluster.display(runs, watch),
+            _RETRY_FAILED.value,
+            watch.processes,
+        )
+    if not watch.processes.leads:
+        return 0
+    from experiments import summary  # only now: a plan or a mistake needs none of what it loads
 
-    outcome = runner.run_all(
-        runs,
-        workdir,
-        runner.Trainer(loop.train, loop.RunFailed),
-        Display(runs),
-        _RETRY_FAILED.value,
-    )
     return summary.report(experiment, workdir, outcome)
 
 

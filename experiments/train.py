@@ -4,16 +4,19 @@
 
 The work directory is that of the experiment's sweep: the run gets a folder in it, and a sweep with
 the same flags takes it over where this command stopped.
+
+On SIGTERM or SIGUSR1 the run saves and the command exits with status 75: start it again and it goes
+on. Several processes train one run together when each is started with its --process_index.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 
 from absl import flags
 
-from experiments import cli, runner, selection
-from experiments.progress import Display
+from experiments import cli, cluster, runner, selection
 from xmod_jax import records
 from xmod_jax.errors import UserError
 from xmod_jax.records import RunRecord, Status
@@ -24,6 +27,7 @@ _WORKDIR = flags.DEFINE_string(
 )
 _RETRY_FAILED = flags.DEFINE_bool("retry_failed", False, "train a failed run again")
 flags.adopt_module_key_flags(selection)
+flags.adopt_module_key_flags(cluster)
 
 
 def main() -> int:
@@ -32,20 +36,23 @@ def main() -> int:
     if not _RUN.value:
         raise UserError(f"--run is missing; known: {', '.join(r.name for r in experiment.runs)}")
     run = experiment.run(_RUN.value)
+    cluster.check([run])
     workdir = runner.choose_workdir(experiment, _WORKDIR.value)
-    runner.write_sweep(experiment, workdir)
-    # Only now: a mistake is told without loading what training needs.
-    from xmod_jax.training import loop
-
-    directory = workdir / run.name
-    display = Display([run])
-    trainer = runner.Trainer(loop.train, loop.RunFailed)
-    status = runner.train_one(run, directory, trainer, display, _RETRY_FAILED.value)
+    with cluster.joined() as watch:
+        write = functools.partial(runner.write_sweep, experiment, workdir)
+        watch.processes.from_leader(write)
+        directory = workdir / run.name
+        display = cluster.display([run], watch)
+        trainer = cluster.trainer(watch)
+        status = runner.train_one(
+            run, directory, trainer, display, _RETRY_FAILED.value, watch.processes
+        )
     if status is Status.FAILED:
         reason = records.failure(directory)
         display.say(f"{run.name} failed: {reason} (--retry_failed tries again)")
         return 1
-    print(json.dumps(RunRecord.load(directory).final))
+    if watch.processes.leads:
+        print(json.dumps(RunRecord.load(directory).final))
     return 0
 
 

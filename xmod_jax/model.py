@@ -17,6 +17,7 @@ from flax import nnx
 
 from xmod_jax.config import ModelConfig, Sparse
 from xmod_jax.hierarchy import StageGroup
+from xmod_jax.nn import collectives
 from xmod_jax.nn.layers import (
     INIT_STD,
     AttentionLayer,
@@ -107,7 +108,7 @@ class Decoder(nnx.Module):
         backbone = self.config.backbone
         positions_BL = jnp.broadcast_to(jnp.arange(tokens_BL.shape[1]), tokens_BL.shape)
         phases = rotary_phases(positions_BL, backbone.head_dim, backbone.rope_base)
-        x_BLD = self.embedding[...][tokens_BL].astype(self.config.compute.value)
+        x_BLD = self._whole("embedding")[tokens_BL].astype(self.config.compute.value)
         outputs: list[Any] = []
         if isinstance(self.prefix, MoEBlock):
             x_BLD, experts = _run_moe(self.prefix, x_BLD, phases, valid_BL)
@@ -120,9 +121,17 @@ class Decoder(nnx.Module):
             outputs.append(output)
         return self.final_norm(x_BLD), outputs
 
+    def whole_head(self) -> jax.Array:
+        """The output head [D, V], float32; on a mesh gathered from its parts."""
+        return self._whole("head")
+
+    def _whole(self, name: str) -> jax.Array:
+        part = {name: getattr(self, name)[...]}
+        return collectives.gathered(part, self.config.compute.value)[name]
+
     def logits(self, states_BLD: jax.Array) -> jax.Array:
         """Float32 logits [B, L, V] of normalised states. For few tokens: losses go by chunks."""
-        head_DV = self.head[...].astype(states_BLD.dtype)
+        head_DV = self.whole_head().astype(states_BLD.dtype)
         wide = jnp.promote_types(jnp.float32, states_BLD.dtype)
         return jnp.einsum("bld,dv->blv", states_BLD, head_DV, preferred_element_type=wide)
 

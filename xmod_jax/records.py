@@ -323,15 +323,20 @@ def claim(directory: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            file.seek(0)
-            holder = file.read().strip() or "another worker"
-            raise RunClaimed(
-                f"{directory} is being trained by {holder}: wait for it, or choose another run"
-            ) from error
+            raise claimed(directory) from error
         file.truncate(0)
         file.write(f"{socket.gethostname()} process {os.getpid()}\n")
         file.flush()
         yield
+
+
+def claimed(directory: Path) -> RunClaimed:
+    """What a worker is told that finds the run in another's hands."""
+    holder = (pathlib.Path(directory) / LOCK).read_text(encoding="utf-8").strip()
+    return RunClaimed(
+        f"{directory} is being trained by {holder or 'another worker'}: wait for it, or choose "
+        "another run"
+    )
 
 
 @dataclasses.dataclass(frozen=True)

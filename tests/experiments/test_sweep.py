@@ -33,7 +33,11 @@ def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path):
         ("sweep", ["--experiment=main_556m", "--scale=mini", "--only=x"], "unknown run 'x'"),
         ("sweep", ["--experiment=main_556m", "--scale=mini", "--shard=2"], "--shard=2 is not"),
         ("sweep", ["--experiment=main_556m", "--scale=mini", f"--workdir={__file__}"], "is a file"),
+        ("sweep", ["--experiment=main_556m", "--scale=mini", "--mesh=8"], "--mesh=8 is not a list"),
+        ("sweep", ["--experiment=main_556m", "--scale=mini", "--mesh=fsdp:7"], "the 7 parts"),
         ("train", ["--experiment=main_556m", "--scale=mini"], "--run is missing"),
+        ("plan", ["--experiment=main_556m"], "--run is missing"),
+        ("plan", ["--experiment=main_556m", "--run=dense", "--mesh=data:9"], "the 9 parts"),
         ("train", ["--experiment=main_556m", "--scale=mini", "--run=x"], "unknown run 'x'"),
     ],
 )

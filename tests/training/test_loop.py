@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -9,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -16,10 +18,11 @@ import pytest
 from tests.training import small
 from xmod_jax import records
 from xmod_jax.config import Routing
-from xmod_jax.data import sources
+from xmod_jax.data import pipeline, sources
 from xmod_jax.errors import UserError
 from xmod_jax.training import loop
 from xmod_jax.training.checkpoint import Checkpoints
+from xmod_jax.training.preemption import Preempted, Watch
 from xmod_jax.training.step import initial_state
 
 # Measured on the clock, so never equal between two runs.
@@ -93,6 +96,69 @@ def test_a_killed_run_resumes_on_the_uninterrupted_curve(kills, finished, tmp_pa
     loop.train(small.run(), directory, lambda _: None)
     assert curve(directory) == curve(finished[0])
     assert curve(directory, records.EVAL) == curve(finished[0], records.EVAL)
+
+
+@contextlib.contextmanager
+def at_step(number, moment, monkeypatch):
+    """Sends this process a signal in training, in evaluation or while it waits for data."""
+    ask = lambda: os.kill(os.getpid(), number)
+    if moment == "training":
+        yield lambda progress: ask() if progress.step == 3 else None
+        return
+    name = {"evaluation": "eval_batches", "data": "train_iterator"}[moment]
+    make = getattr(pipeline, name)
+
+    class Asking:
+        def __init__(self, *arguments):
+            self.items, self.taken = make(*arguments), 0
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            self.taken += 1
+            if self.taken == {"evaluation": 1, "data": 6}[moment]:
+                ask()
+                threading.Event().wait(60)  # data that do not come
+            return next(self.items)
+
+        def __getattr__(self, name):
+            return getattr(self.items, name)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pipeline, name, Asking)
+        yield lambda progress: None
+
+
+@pytest.mark.parametrize(
+    ("moment", "number", "step"),
+    [
+        ("training", signal.SIGTERM, 4),
+        ("evaluation", signal.SIGUSR1, 4),
+        ("data", signal.SIGTERM, 5),
+    ],
+)
+def test_a_run_that_is_asked_to_leave_saves_and_resumes_on_the_same_curve(
+    moment, number, step, finished, tmp_path, monkeypatch
+):
+    directory = tmp_path / "asked"
+    with (
+        Watch().signals() as watch,
+        at_step(number, moment, monkeypatch) as progress,
+        pytest.raises(Preempted, match=f"asked to leave at step {step} of 8"),
+    ):
+        loop.train(small.run(checkpoint_every=0), directory, progress, watch=watch)
+    assert (directory / records.CHECKPOINTS / str(step)).is_dir()
+    assert records.status(directory) is records.Status.UNFINISHED
+    loop.train(small.run(checkpoint_every=0), directory, lambda _: None)
+    assert curve(directory) == curve(finished[0])
+    assert curve(directory, records.EVAL) == curve(finished[0], records.EVAL)
+
+
+def test_a_run_that_is_asked_to_leave_before_it_starts_takes_no_step(tmp_path):
+    with Watch().signals() as watch, pytest.raises(Preempted, match="at step 0 of 8"):
+        os.kill(os.getpid(), signal.SIGTERM)
+        loop.train(small.run(), tmp_path / "early", lambda _: None, watch=watch)
 
 
 def test_starting_a_finished_run_again_takes_no_step(finished):

@@ -2,7 +2,8 @@
 
 Modules hold parameters in float32 and never change in `__call__`; matrices are cast to the dtype of
 the activations. Stacked modules (layers on axis 0) are made with `jax.vmap` over their constructor
-and taken apart by `jax.lax.scan`.
+and taken apart by `jax.lax.scan`. On a mesh a layer's matrices are gathered where the layer begins,
+in the forward pass and in the backward pass again (`nn/collectives.py`).
 
 Shapes: B batch, L rows (tokens of a context, or the routed ones), D width, H query heads, G
 key/value heads, E head dim, F FFN width.
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from xmod_jax.config import Backbone, Routing, Sparse, Update
+from xmod_jax.nn import collectives
 from xmod_jax.nn.attention import Saved, causal_attention, selected_attention
 
 INIT_STD = 0.02  # of every matrix, as Qwen3's initializer_range
@@ -122,6 +124,7 @@ class Attention(nnx.Module):
 
         What `attend` returns beside its output (a cache, say) is the second result.
         """
+        x_BLD = collectives.enter_tensor(x_BLD)
         q_BLHE = self._queries(x_BLD, phases)
         out_BLHE, beside = attend(q_BLHE, *self.keys_values(x_BLD, phases))
         return self._out(out_BLHE), beside
@@ -134,10 +137,9 @@ class Attention(nnx.Module):
         self, rows_BCD: jax.Array, row_phases: Phases, x_BLD: jax.Array, phases: Phases
     ) -> jax.Array:
         """The given rows attend to every token of the stream up to their own position."""
-        q_BCHE, (k_BLGE, v_BLGE) = (
-            self._queries(rows_BCD, row_phases),
-            self.keys_values(x_BLD, phases),
-        )
+        rows_BCD, x_BLD = collectives.enter_tensor((rows_BCD, x_BLD))
+        q_BCHE = self._queries(rows_BCD, row_phases)
+        k_BLGE, v_BLGE = self.keys_values(x_BLD, phases)
         return self._out(selected_attention(q_BCHE, k_BLGE, v_BLGE, row_phases.position_BL))
 
     def _heads(self, x_BLD: jax.Array, weight: nnx.Param) -> jax.Array:
@@ -150,7 +152,8 @@ class Attention(nnx.Module):
         return rotate(self.key_norm(self._heads(x_BLD, self.key)), phases)
 
     def _out(self, x_BLHE: jax.Array) -> jax.Array:
-        return linear(x_BLHE.reshape(*x_BLHE.shape[:2], -1), self.output[...])
+        out_BLD = linear(x_BLHE.reshape(*x_BLHE.shape[:2], -1), self.output[...])
+        return collectives.leave_tensor(out_BLD)
 
 
 class SwiGLU(nnx.Module):
@@ -162,8 +165,10 @@ class SwiGLU(nnx.Module):
         self.down = matrix(rngs, d_ff, d_model)
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
+        x_BLD = collectives.enter_tensor(x_BLD)
         gate_BLF = jax.nn.silu(linear(x_BLD, self.gate[...]))
-        return linear(gate_BLF * linear(x_BLD, self.up[...]), self.down[...])
+        out_BLD = linear(gate_BLF * linear(x_BLD, self.up[...]), self.down[...])
+        return collectives.leave_tensor(out_BLD)
 
 
 class DecoderBlock(nnx.Module):
@@ -200,6 +205,7 @@ def dense_forward(
     block: DecoderBlock, x_BLD: jax.Array, phases: Phases, saved: Saved = None
 ) -> tuple[jax.Array, Saved]:
     """`dense_layer`, and what `dense_backward` needs beside the arguments."""
+    block = collectives.gathered(block, x_BLD.dtype)
     a_BLD, f_BLD, saved = block(x_BLD, phases, saved)
     return x_BLD + a_BLD + f_BLD, saved
 
@@ -237,6 +243,7 @@ def attention_forward(
     layer: AttentionLayer, x_BLD: jax.Array, phases: Phases, saved: Saved = None
 ) -> tuple[jax.Array, Saved]:
     """The layer, and what `attention_backward` needs beside the arguments."""
+    layer = collectives.gathered(layer, x_BLD.dtype)
     a_BLD, saved = layer.attention(layer.attention_norm(x_BLD), phases, saved)
     return x_BLD + a_BLD, saved
 
@@ -286,7 +293,7 @@ def sparse_update(
       score_BC: float32 routing scores r.
       stream: Selected-Q/full-KV only: every token [B, L, D] and the phases of all.
     """
-    block = layer.block
+    block = collectives.gathered(layer.block, rows_BCD.dtype)
     if isinstance(block, FFNBlock):
         a_BCD, f_BCD = jnp.zeros_like(rows_BCD), block(rows_BCD)
     elif stream:

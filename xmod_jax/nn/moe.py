@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from xmod_jax.config import Backbone, MoE
+from xmod_jax.nn import collectives
 from xmod_jax.nn.attention import Saved
 from xmod_jax.nn.grouped import Groups, block_rows, collect, grouped_matmul, sort_by_group, spread
 from xmod_jax.nn.layers import Attention, Phases, RMSNorm, SwiGLU, matrix
@@ -86,21 +87,30 @@ class Experts(nnx.Module):
         groups = choice.groups
         chosen_Tk = jnp.take_along_axis(score_TX, jnp.minimum(choice.expert_Tk, X - 1), axis=1)
         weight_Tk = self.active * chosen_Tk / jnp.sum(chosen_Tk, axis=1, keepdims=True)
+        # On a mesh with `tensor` every device has a part of each expert's columns.
+        x_TD, weight_Tk = collectives.enter_tensor((x_TD, weight_Tk))
         rows_MD = spread(x_TD, groups)
         product = lambda rows, weight: grouped_matmul(rows, weight[...], groups.size_X, block)
         hidden_MF = jax.nn.silu(product(rows_MD, self.gate)) * product(rows_MD, self.up)
-        out_BLD = collect(product(hidden_MF, self.down), weight_Tk, groups).reshape(B, L, D)
+        out_TD = collect(product(hidden_MF, self.down), weight_Tk, groups)
+        out_BLD = collectives.leave_tensor(out_TD).reshape(B, L, D)
         if self.shared is not None:
             out_BLD = out_BLD + self.shared(x_BLD)
         return out_BLD, _balance(score_TX, groups.size_X, valid_T, self.active), choice
 
 
 def _balance(score_TX, size_X, valid_T, active) -> ExpertOutput:
-    """Expert's load times its mean share of the scores, summed over experts and scaled by X."""
-    count = jnp.maximum(jnp.sum(valid_T), 1)
+    """Expert's load times its mean share of the scores, summed over experts and scaled by X.
+
+    The load is that of the whole batch, wherever its parts lie; the mean share is this part's, so
+    that the mean over parts is the loss of the batch.
+    """
+    size_X, count = collectives.batch_sum((size_X, jnp.sum(valid_T)))
+    count = jnp.maximum(count, 1)
     load_X = size_X / (count * active)
     share_TX = score_TX / jnp.sum(score_TX, axis=1, keepdims=True)
-    mean_X = jnp.sum(jnp.where(valid_T[:, None], share_TX, 0), axis=0) / count
+    sum_X = jnp.sum(jnp.where(valid_T[:, None], share_TX, 0), axis=0)
+    mean_X = sum_X / count * collectives.batch_parts()
     return ExpertOutput(len(load_X) * jnp.sum(load_X * mean_X), load_X)
 
 
@@ -135,6 +145,7 @@ def moe_forward(
 ) -> tuple[jax.Array, ExpertOutput, SavedLayer]:
     """One layer: the new stream, its balance, and what the backward pass need not do again."""
     attended, choice = (None, None) if saved is None else saved
+    block = collectives.gathered(block, x_BLD.dtype)
     a_BLD, attended = block.attention(block.attention_norm(x_BLD), phases, attended)
     u_BLD = x_BLD + a_BLD
     f_BLD, output, choice = block.ffn(block.ffn_norm(u_BLD), valid_BL, choice)

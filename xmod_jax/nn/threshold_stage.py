@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xmod_jax.nn import routing
+from xmod_jax.nn import collectives, routing
 from xmod_jax.nn.routed_stage import Dense, RowUpdate, at, intervals, read_logits
 
 PAPER_THRESHOLD = 0.0  # of the biased logit: sigmoid(0) = 0.5
@@ -157,7 +157,7 @@ def _run_layer(
     A bucket is a loop of one turn or of none, since a loop changes the stream in place: a switch
     between the buckets copied it twice, up to 12% of the time of a pass.
     """
-    need = jnp.max(jnp.sum(mask_BL, axis=-1))
+    need = collectives.agreed_maximum(jnp.max(jnp.sum(mask_BL, axis=-1)))
     which = jnp.searchsorted(jnp.asarray(sizes), need)
     n, first = index
 

@@ -12,6 +12,7 @@ from absl import logging
 from xmod_jax import records
 from xmod_jax.config import RunConfig, config_hash, to_dict
 from xmod_jax.errors import UserError
+from xmod_jax.processes import ALONE, Processes
 from xmod_jax.training.step import TrainState
 
 
@@ -28,17 +29,25 @@ class Checkpoints:
     seen by anyone. Use as a context manager: leaving waits for the last save.
     """
 
-    def __init__(self, directory: pathlib.Path, config: RunConfig, data_hash: str) -> None:
+    def __init__(
+        self,
+        directory: pathlib.Path,
+        config: RunConfig,
+        data_hash: str,
+        processes: Processes = ALONE,
+    ) -> None:
         """Opens the checkpoints below a run directory.
 
         Args:
           directory: the run directory.
           config: the run; its hash and model are stored with every checkpoint.
           data_hash: fingerprint of the training data, stored likewise.
+          processes: those that save and restore together; each holds its part of the state.
         """
         self._folder = (directory / records.CHECKPOINTS).absolute()
         self._config = config
         self._data_hash = data_hash
+        self._processes = processes
         options = ocp.CheckpointManagerOptions(
             max_to_keep=config.train.keep_checkpoints, cleanup_tmp_directories=True
         )
@@ -89,7 +98,8 @@ class Checkpoints:
         """The newest checkpoint in the structure of `like`, and the data iterator's position.
 
         Args:
-          like: a state, or its shapes and dtypes (`abstract_state`).
+          like: a state, or its shapes, dtypes and shardings (`abstract_state`): it is read into
+            these, whatever mesh wrote it; onto one device where there are none.
 
         Where it cannot be read the one before is used; the unreadable are then set aside, told by
         a warning. Nothing is moved while none can be read.
@@ -100,13 +110,11 @@ class Checkpoints:
         """
         damaged = {}
         for step in sorted(self._manager.all_steps(), reverse=True):
-            try:
-                found = self._read(step, like)
-            except UserError:
-                raise
-            except Exception as error:  # whatever a library makes of damaged bytes
-                damaged[step] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            found, reason = self._try(step, like)
+            if self._processes.any(found is None):
+                damaged[step] = reason or "another process cannot read it"
                 continue
+            assert found is not None
             for newer, reason in damaged.items():
                 aside = self._set_aside(newer)
                 logging.warning(
@@ -123,8 +131,24 @@ class Checkpoints:
             "to train the run from its start"
         )
 
+    def _try(
+        self, step: int, like: TrainState
+    ) -> tuple[tuple[TrainState, dict[str, Any]] | None, str]:
+        """`_read`, or None and why the checkpoint cannot be read."""
+        try:
+            return self._read(step, like), ""
+        except UserError:
+            raise
+        except Exception as error:  # whatever a library makes of damaged bytes
+            return None, f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
     def _read(self, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, named_leaves(like))
+        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        abstract = {
+            # Without a sharding Orbax insists on the devices that wrote the checkpoint.
+            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or here)
+            for name, leaf in named_leaves(like).items()
+        }
         meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))
         self._check(meta["meta"], step)
         items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
@@ -140,10 +164,14 @@ class Checkpoints:
         while aside.exists():
             number += 1
             aside = aside.with_name(f"{step}.{number}")
-        aside.parent.mkdir(exist_ok=True)
-        (self._folder / str(step)).rename(aside)
+        self._processes.from_leader(lambda: self._move(step, aside))
         self._manager.reload()
         return aside
+
+    def _move(self, step: int, aside: pathlib.Path) -> int:
+        aside.parent.mkdir(exist_ok=True)
+        (self._folder / str(step)).rename(aside)
+        return 0
 
     def _check(self, meta: dict[str, Any], step: int | None) -> None:
         where = f"{self._folder / str(step)}"

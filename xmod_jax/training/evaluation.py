@@ -12,8 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
+from xmod_jax import sharding
 from xmod_jax.model import Decoder, Route, Threshold, Thresholds, TopK
+from xmod_jax.nn import collectives
 from xmod_jax.nn.moe import ExpertOutput
 from xmod_jax.training.compilation import jit
 from xmod_jax.training.loss import cross_entropy
@@ -32,7 +36,7 @@ def batch_statistics(model: Decoder, tokens_BL1: jax.Array, route: Route) -> dic
     states_BLD, outputs = model(tokens_BL1[:, :-1], route)
     targets_BL = tokens_BL1[:, 1:]
     ones_BL = jnp.ones(targets_BL.shape, jnp.float32)
-    loss = cross_entropy(states_BLD, model.head[...], targets_BL, ones_BL) / targets_BL.size
+    loss = cross_entropy(states_BLD, model.whole_head(), targets_BL, ones_BL) / targets_BL.size
     fields = {"agreement_S": "agreement"}
     if isinstance(route, Threshold):
         fields = {"routed_S": "routed", "coverage": "coverage", "jaccard_B": "jaccard"}
@@ -42,16 +46,38 @@ def batch_statistics(model: Decoder, tokens_BL1: jax.Array, route: Route) -> dic
         for field, name in fields.items()
         if stages
     }
-    return {"loss": loss} | {name: jnp.nanmean(value) for name, value in statistics.items()}
+    means = {name: collectives.batch_nanmean(value) for name, value in statistics.items()}
+    return {"loss": collectives.batch_mean(loss)} | means
 
 
-def make_evaluator() -> Evaluator:
+def _compiled(mesh: Mesh | None) -> Callable[[Decoder, np.ndarray, Route], dict[str, jax.Array]]:
+    """`batch_statistics` of a batch that every process holds whole."""
+    if mesh is None:
+        return jit(batch_statistics)
+
+    def on_mesh(model: Decoder, tokens_BL1: jax.Array, route: Route, spec: P) -> Any:
+        specs = (sharding.specs(model), spec, P())
+        run = jax.shard_map(
+            batch_statistics, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False
+        )
+        return run(model, tokens_BL1, route)
+
+    program = jit(on_mesh, static_argnums=3)
+
+    def run(model: Decoder, tokens_BL1: np.ndarray, route: Route) -> dict[str, jax.Array]:
+        spec = sharding.batch_spec(len(tokens_BL1), mesh)
+        return program(model, sharding.spread(tokens_BL1, mesh, spec), route, spec)
+
+    return run
+
+
+def make_evaluator(mesh: Mesh | None = None) -> Evaluator:
     """An evaluator that compiles once per shape of batch.
 
     It takes a model, its calibrated thresholds and held-out batches (int32 [B, L + 1]; weighed by
     rows) and gives the fields of an evaluation record; None where a statistic is undefined.
     """
-    compiled = jit(batch_statistics)
+    compiled = _compiled(mesh)
 
     def evaluate(
         model: Decoder, thresholds: Thresholds, batches: Iterable[np.ndarray]
@@ -64,6 +90,8 @@ def make_evaluator() -> Evaluator:
         rows = []
         for tokens_BL1 in batches:
             rows.append(len(tokens_BL1))
+            # One batch ahead of the device, not all: whoever stops the batches waits for few.
+            jax.block_until_ready([values[-2:-1] for values in parts.values()])
             for name, route in routes.items():
                 parts[name].append(compiled(model, tokens_BL1, route))
         means = {name: _weighted(values, rows) for name, values in parts.items()}

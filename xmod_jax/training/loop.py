@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import pathlib
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from absl import logging
+from jax.sharding import Mesh
 from tensorboardX import SummaryWriter
 
-from xmod_jax import accounting, records
+from xmod_jax import accounting, records, sharding
 from xmod_jax.config import RunConfig
 from xmod_jax.data import pipeline, sources
 from xmod_jax.errors import UserError
 from xmod_jax.training.checkpoint import Checkpoints
 from xmod_jax.training.compilation import jit
 from xmod_jax.training.evaluation import make_evaluator
+from xmod_jax.training.preemption import Interrupted, Preempted, Watch
 from xmod_jax.training.step import Metrics, TrainState, abstract_state, initial_state, make_step
 
 _SMOOTHING = 0.9  # of the measured throughput, per step
@@ -51,32 +54,52 @@ class Progress:
     eta_s: float
 
 
+class _Waiting(NamedTuple):
+    """A step whose metrics are still to be read."""
+
+    step: int
+    metrics: Metrics
+
+
 def train(
-    config: RunConfig, directory: pathlib.Path, progress: Callable[[Progress], None]
+    config: RunConfig,
+    directory: pathlib.Path,
+    progress: Callable[[Progress], None],
+    shape: sharding.MeshShape | None = None,
+    watch: Watch | None = None,
 ) -> dict[str, Any]:
     """Runs or resumes `config` in `directory` until it is DONE.
 
+    With several processes each calls this; process 0 alone writes records.
+
     Args:
       config: the run.
-      directory: the run directory; the caller holds its claim.
+      directory: the run directory; the caller (of process 0) holds its claim.
       progress: called after every step.
+      shape: the mesh to train on, whatever mesh the run was on before; None: one device.
+      watch: who is asked whether to leave; None: nobody.
 
     Returns:
-      The last evaluation record.
+      The last evaluation record; an empty one in processes other than 0.
 
     Raises:
       RunFailed: a loss that is not finite; FAILED is written.
-      UserError: data, disk, or a checkpoint of something else.
+      Preempted: asked to leave; saved.
+      UserError: data, disk, a mesh that does not fit, or a checkpoint of something else.
     """
-    records.prepare(directory, config)
+    watch = watch or Watch()
+    shape = shape or sharding.MeshShape()
+    shape.check(config)
+    mesh = shape.make() if shape.size > 1 else None
+    watch.processes.from_leader(functools.partial(records.prepare, directory, config))
     dataset = sources.load(config.data)
     if dataset.vocab_size > config.model.backbone.vocab_size:
         raise UserError(
             f"{dataset.name} has {dataset.vocab_size} token ids, the model only "
             f"{config.model.backbone.vocab_size}"
         )
-    with Checkpoints(directory, config, dataset.hash) as checkpoints:
-        return _Run(config, directory, dataset, checkpoints, progress).go()
+    with Checkpoints(directory, config, dataset.hash, watch.processes) as checkpoints:
+        return _Run(config, directory, dataset, checkpoints, progress, mesh, watch).go()
 
 
 class _Run:
@@ -89,70 +112,120 @@ class _Run:
         dataset: sources.Dataset | sources.Mixture,
         checkpoints: Checkpoints,
         progress: Callable[[Progress], None],
+        mesh: Mesh | None,
+        watch: Watch,
     ) -> None:
         self.config, self.train, self.directory = config, config.train, directory
         self.checkpoints, self.progress, self.dataset = checkpoints, progress, dataset
-        length = self.train.context_length
-        self.batches = pipeline.train_iterator(
-            dataset, length, self.train.batch_size, self.train.seed
-        )
+        self.mesh, self.watch, self.leads = mesh, watch, watch.processes.leads
+        length, rows = self.train.context_length, self.train.batch_size
+        part = (0, 1) if mesh is None else sharding.rows_of_process(mesh, rows)
+        self.batches = pipeline.train_iterator(dataset, length, rows, self.train.seed, *part)
+        self.position = self.batches.get_state()  # of the data, after the last step taken
         self.flops = accounting.flops_per_token(config.model, length)
         self.hardware_flops = accounting.train_hardware_flops_per_token(config.model, length)
         # On CPU a donated buffer could be one that a background save still reads.
         donated = () if jax.default_backend() == "cpu" else (0,)
-        self.step = jit(make_step(config), donate_argnums=donated)
-        self.evaluate = make_evaluator()
+        self.step = jit(make_step(config, mesh), donate_argnums=donated)
+        self.evaluate = make_evaluator(mesh)
         self.tokens_per_s = 0.0
         self.clock: float | None = None  # of the last recorded step; None after other work
+        self.waiting: _Waiting | None = None
 
     def go(self) -> dict[str, Any]:
         """Takes the steps that are left, then marks the run done."""
-        state = self._start()
-        first = int(state.step)
-        with contextlib.closing(self._tensorboard(first)) as self.board:
-            waiting = None
-            for step in range(first + 1, self.train.steps + 1):
-                state, metrics = self.step(state, next(self.batches))
-                # Only now read the step before: the device already has work.
-                if waiting:
-                    self._record_step(*waiting)
-                waiting = (step, metrics)
-                evaluates = self._due(step, self.train.eval_every)
-                saves = self._due(step, self.train.checkpoint_every)
-                if evaluates or saves:
-                    self._record_step(*waiting)
-                    waiting = None
-                if evaluates:
-                    self._record_evaluation(step, state)
-                if saves:
-                    self._sync_records()
-                    self.checkpoints.save(state, self.batches.get_state())
-            # A death between the last checkpoint and its records: they are made again.
-            if self._last_step(records.EVAL) != self.train.steps:
-                self._record_evaluation(self.train.steps, state)
+        self.state, self.taken = self._start()
+        self.saved = self.taken  # step of the last checkpoint, if any
+        with self._tensorboard(self.taken) as self.board:
+            try:
+                self._go_on()
+            except Interrupted:
+                self._leave()
         self._sync_records()
         self.checkpoints.wait()
+        if not self.leads:
+            return {}
         final = records.read_lines(self.directory / records.EVAL)[-1]
         records.mark_done(self.directory, final)
         return final
 
-    def _start(self) -> TrainState:
-        """Fresh or restored state; records later than it are dropped."""
+    def _go_on(self) -> None:
+        # A death between the last checkpoint and its records, or a signal: made again.
+        if self.taken and self._due(self.taken, self.train.eval_every) and self._lacks_evaluation():
+            self._record_evaluation(self.taken, self.state)
+        while self.taken < self.train.steps:
+            self._take_step()
+            step = self.taken
+            evaluates = self._due(step, self.train.eval_every)
+            saves = self._due(step, self.train.checkpoint_every)
+            if evaluates or saves:
+                self._record_waiting()
+            if evaluates:
+                self._record_evaluation(step, self.state)
+            if saves:
+                self._save()
+
+    def _take_step(self) -> None:
+        """One step; `Interrupted` once any process was asked to leave, with the step taken."""
+        batch = self.watch.wait_for(lambda: next(self.batches))
+        if self.mesh is not None:
+            batch = sharding.global_batch(batch, self.train.batch_size, self.mesh)
+        vote = self.watch.processes.vote(self.watch.arrived)
+        self.state, metrics = self.step(self.state, batch)
+        self.taken, self.position = self.taken + 1, self.batches.get_state()
+        before, self.waiting = self.waiting, _Waiting(self.taken, metrics)
+        # Only now read the step before: the device already has work.
+        if before:
+            self._record_step(*before)
+        if vote:
+            raise Interrupted
+
+    def _record_waiting(self) -> None:
+        if self.waiting:
+            self._record_step(*self.waiting)
+            self.waiting = None
+
+    def _save(self) -> None:
+        self._sync_records()
+        self.checkpoints.save(self.state, self.position)
+        self.saved = self.taken
+
+    def _leave(self) -> None:
+        """Saves what there is, for whoever resumes the run."""
+        self._record_waiting()
+        if self.saved != self.taken:
+            self._save()
+        self.checkpoints.wait()
+        raise Preempted(
+            f"{self.directory.name}: asked to leave at step {self.taken} of {self.train.steps}; "
+            "saved, the same command resumes it"
+        )
+
+    def _start(self) -> tuple[TrainState, int]:
+        """Fresh or restored state and its step; records later than it are dropped."""
         if self.checkpoints.latest is None:
-            state = initial_state(self.config)
+            state = initial_state(self.config, self.mesh)
         else:
-            state, position = self.checkpoints.restore(abstract_state(self.config))
-            self.batches.set_state(position)
+            like = abstract_state(self.config, self.mesh)
+            state, self.position = self.checkpoints.restore(like)
+            self.batches.set_state(self.position)
+        step = int(state.step)
+        if not self.leads:
+            return state, step
         for name in (records.TRAIN, records.EVAL):
-            records.truncate_after(self.directory / name, int(state.step))
-        if (last := self._last_step(records.TRAIN)) < int(state.step):
+            records.truncate_after(self.directory / name, step)
+        if (last := self._last_step(records.TRAIN)) < step:
             logging.warning(
                 "%s ends at step %d, the checkpoint is of step %d: the curve keeps a gap",
                 self.directory / records.TRAIN,
                 last,
-                int(state.step),
+                step,
             )
-        return state
+        return state, step
+
+    def _lacks_evaluation(self) -> bool:
+        last = lambda: int(self._last_step(records.EVAL) != self.taken)
+        return bool(self.watch.processes.from_leader(last))
 
     def _last_step(self, name: str) -> int:
         lines = records.read_lines(self.directory / name)
@@ -190,12 +263,14 @@ class _Run:
         batches = pipeline.eval_batches(
             self.dataset, train.context_length, sequences, train.eval_sequences
         )
-        values = self.evaluate(state.model, state.thresholds, batches)
+        values = self.evaluate(state.model, state.thresholds, self.watch.until_asked(batches))
         self._check_finite(step, {n: v for n, v in values.items() if n.startswith("loss")})
         self._write(records.EVAL, step, values | {"scale": self.config.scale})
         self.clock = None
 
     def _write(self, name: str, step: int, values: dict[str, Any]) -> None:
+        if not self.leads:
+            return
         tokens = step * self.train.tokens_per_step
         place = {
             "step": step,
@@ -218,10 +293,13 @@ class _Run:
         last = self.checkpoints.latest
         kept = f"the last checkpoint is step {last}" if last else "there is no checkpoint"
         reason = f"{wrong[0]} is not finite at step {step}; {kept}"
-        records.mark_failed(self.directory, reason, step=step, checkpoint=last)
+        if self.leads:
+            records.mark_failed(self.directory, reason, step=step, checkpoint=last)
         raise RunFailed(reason)
 
-    def _tensorboard(self, step: int) -> SummaryWriter:
+    def _tensorboard(self, step: int) -> contextlib.AbstractContextManager[Any]:
+        if not self.leads:
+            return contextlib.nullcontext()
         # Purging hides what an interrupted run wrote after the checkpoint that this one starts at.
         folder = str(self.directory / "tensorboard")
-        return SummaryWriter(folder, purge_step=step + 1 if step else None)
+        return contextlib.closing(SummaryWriter(folder, purge_step=step + 1 if step else None))

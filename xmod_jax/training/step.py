@@ -11,11 +11,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
+from xmod_jax import sharding
 from xmod_jax.config import RunConfig
 from xmod_jax.model import Decoder, Thresholds, TopK
+from xmod_jax.nn import collectives
 from xmod_jax.nn.moe import ExpertBias, move_bias
 from xmod_jax.nn.routed_stage import StageOutput
 from xmod_jax.training.compilation import jit
@@ -93,7 +98,7 @@ def training_loss(
     states_BLD, outputs = model(tokens_BL1[:, :-1], TopK())
     targets_BL = tokens_BL1[:, 1:]
     ones_BL = jnp.ones(targets_BL.shape, jnp.float32)
-    loss = cross_entropy(states_BLD, model.head[...], targets_BL, ones_BL) / targets_BL.size
+    loss = cross_entropy(states_BLD, model.whole_head(), targets_BL, ones_BL) / targets_BL.size
     stages = [out for out in outputs if isinstance(out, StageOutput)]
     aligned = sum((jnp.sum(out.alignment_S) for out in stages), jnp.zeros((), jnp.float32))
     aligned /= max(1, model.config.hierarchy.sparse_layers)
@@ -106,11 +111,14 @@ def training_loss(
 
 
 def accumulated_gradient(model: Decoder, tokens_BL1: jax.Array, alignment: float, parts: int):
-    """Gradient and auxiliaries of `training_loss`, means over `parts` micro-batches."""
+    """Gradient and auxiliaries of `training_loss`, means over `parts` micro-batches.
+
+    Every `parts`-th sequence belongs to a micro-batch, so that it is the same on every mesh.
+    """
     gradient = jax.grad(training_loss, has_aux=True)
     if parts == 1:
         return gradient(model, tokens_BL1, alignment)
-    tokens = tokens_BL1.reshape(parts, -1, tokens_BL1.shape[1])
+    tokens = tokens_BL1.reshape(-1, parts, tokens_BL1.shape[1]).swapaxes(0, 1)
 
     def add(total, tokens):
         return jax.tree.map(jnp.add, total, gradient(model, tokens, alignment)), None
@@ -123,14 +131,26 @@ def accumulated_gradient(model: Decoder, tokens_BL1: jax.Array, alignment: float
     return jax.tree.map(lambda leaf: leaf / parts, total)
 
 
-def initial_state(config: RunConfig) -> TrainState:
-    """Fresh parameters and optimiser state from the run's seed."""
-    return jit(_fresh(config))(jax.random.key(config.train.seed))
+def initial_state(config: RunConfig, mesh: Mesh | None = None) -> TrainState:
+    """Fresh parameters and optimiser state from the run's seed: the same on every mesh.
+
+    With a mesh every device draws its own parts only.
+    """
+    placed = None if mesh is None else shardings(config, mesh)
+    # The seed goes in as a number: a key made here would lie on one device of one process.
+    fresh = jit(lambda seed: _fresh(config)(jax.random.key(seed)), out_shardings=placed)
+    return fresh(np.uint32(config.train.seed))
 
 
-def abstract_state(config: RunConfig) -> TrainState:
-    """`initial_state` as shapes and dtypes; draws nothing."""
-    return jax.eval_shape(_fresh(config), jax.random.key(config.train.seed))
+def abstract_state(config: RunConfig, mesh: Mesh | None = None) -> TrainState:
+    """`initial_state` as shapes, dtypes and, with a mesh, shardings; draws nothing."""
+    shapes = jax.eval_shape(_fresh(config), jax.random.key(config.train.seed))
+    return shapes if mesh is None else sharding.placed(shapes, mesh)
+
+
+def shardings(config: RunConfig, mesh: Mesh) -> TrainState:
+    """How a run's state lies on a mesh; a tree like it."""
+    return jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, mesh))
 
 
 def _fresh(config: RunConfig) -> Callable[[jax.Array], TrainState]:
@@ -142,8 +162,25 @@ def _fresh(config: RunConfig) -> Callable[[jax.Array], TrainState]:
     return make
 
 
-def make_step(config: RunConfig) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
-    """The step of a run, not yet compiled: ``(state, int32 [B, L + 1]) -> (state, metrics)``."""
+def make_step(
+    config: RunConfig, mesh: Mesh | None = None
+) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
+    """The step of a run, not yet compiled: ``(state, int32 [B, L + 1]) -> (state, metrics)``.
+
+    With a mesh it runs on all of its devices, the state laid out as `shardings` says and the batch
+    in parts over data and fsdp.
+    """
+    step = _make_local_step(config)
+    if mesh is None:
+        return step
+    state, batch = sharding.specs(abstract_state(config)), P(sharding.BATCH_AXES)
+    return jax.shard_map(
+        step, mesh=mesh, in_specs=(state, batch), out_specs=(state, P()), check_vma=False
+    )
+
+
+def _make_local_step(config: RunConfig):
+    """The step as one device takes it."""
     train = config.train
     optimizer = make_optimizer(train.optimizer, train.steps)
     rate = learning_rate(train.optimizer, train.steps)
@@ -153,6 +190,8 @@ def make_step(config: RunConfig) -> Callable[[TrainState, Any], tuple[TrainState
         gradient, auxiliary = accumulated_gradient(
             state.model, tokens_BL1, train.alignment, train.accumulation
         )
+        gradient = collectives.mean_gradient(gradient)
+        auxiliary = collectives.batch_mean(auxiliary)
         updates, optimizer_state = optimizer.update(gradient, state.optimizer, state.model)
         # A plain mean at first, then exponential: the start value leaves no trace.
         age = state.step.astype(jnp.float32)
@@ -170,7 +209,7 @@ def make_step(config: RunConfig) -> Callable[[TrainState, Any], tuple[TrainState
             auxiliary.alignment,
             auxiliary.balance,
             max_load,
-            optax.global_norm(gradient),
+            collectives.global_norm(gradient),
             jnp.asarray(rate(state.step), jnp.float32),
         )
         return TrainState(model, optimizer_state, thresholds, state.step + 1), metrics

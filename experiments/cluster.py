@@ -1,0 +1,112 @@
+"""Flags that say on which devices, and in which processes, runs are trained.
+
+A command imports this module; `flags.adopt_module_key_flags(cluster)` lists the flags in its
+``--help``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from absl import flags
+
+from experiments.progress import Display
+from experiments.runner import Trainer
+from xmod_jax.config import RunConfig
+from xmod_jax.processes import Processes
+from xmod_jax.training.preemption import Watch
+
+if TYPE_CHECKING:  # at run time a mistake is told without loading JAX
+    from xmod_jax.sharding import MeshShape
+
+_MESH = flags.DEFINE_string(
+    "mesh",
+    None,
+    "devices along the axes data, fsdp and tensor, for instance data:2,fsdp:4 (default: all that "
+    "share a batch evenly, on data); a run may resume on another mesh",
+)
+_COORDINATOR = flags.DEFINE_string(
+    "coordinator",
+    None,
+    "host:port where the processes of a run meet, the first one's (default: XMOD_COORDINATOR, or "
+    "what Slurm says)",
+)
+_COUNT = flags.DEFINE_integer(
+    "process_count", None, "processes of a run (default: XMOD_PROCESS_COUNT, or what Slurm says)"
+)
+_INDEX = flags.DEFINE_integer(
+    "process_index",
+    None,
+    "which of them this one is, 0 leads (default: XMOD_PROCESS_INDEX, or what Slurm says)",
+)
+
+
+def check(runs: Sequence[RunConfig]) -> None:
+    """Refuses flags that cannot be, before anything is made or printed.
+
+    Raises:
+      UserError: a mesh that cannot be, or that does not fit a run; processes that make no whole.
+    """
+    if shape := given_mesh():
+        for run in runs:
+            shape.check(run)
+    Processes.find(_COORDINATOR.value, _COUNT.value, _INDEX.value)
+
+
+@contextlib.contextmanager
+def joined() -> Iterator[Watch]:
+    """Meets the other processes; notes requests to leave while the block runs."""
+    processes = Processes.find(_COORDINATOR.value, _COUNT.value, _INDEX.value)
+    with Watch(processes).signals() as watch, processes.meeting():
+        yield watch
+
+
+def trainer(watch: Watch) -> Trainer:
+    """What trains a run on the mesh of the flags."""
+    from xmod_jax.training import loop
+
+    def train(run, directory, progress):
+        return loop.train(run, directory, progress, _shape(run), watch)
+
+    return Trainer(train, loop.RunFailed)
+
+
+def given_mesh() -> MeshShape | None:
+    """What ``--mesh`` says; None without it."""
+    if _MESH.value is None:
+        return None
+    from xmod_jax.sharding import MeshShape
+
+    return MeshShape.parse(_MESH.value)
+
+
+def _shape(run: RunConfig) -> MeshShape:
+    if given := given_mesh():
+        return given
+    import jax
+
+    from xmod_jax.sharding import MeshShape
+
+    count = jax.device_count()
+    shape = MeshShape.for_devices(count, run)
+    if shape.size < count:
+        _tell_once(
+            f"{run.name} uses {shape.size} of {count} devices: its micro-batch cannot be cut "
+            "further (--mesh chooses other axes)"
+        )
+    return shape
+
+
+@functools.cache
+def _tell_once(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+def display(runs: Sequence[RunConfig], watch: Watch) -> Display:
+    """Progress of `runs`: process 0 shows it."""
+    return Display(runs, None if watch.processes.leads else open(os.devnull, "w"))

@@ -1,0 +1,12 @@
+# What differs between sites: the one place to set account, partition and image. Read by the other
+# scripts here; each line may also come from the environment.
+
+# Options of every sbatch, such as: --account=ACCOUNT --partition=PARTITION --qos=QOS
+XMOD_SBATCH=${XMOD_SBATCH:-}
+
+# The command that runs what follows in a container, such as: srun ... --container-image=IMAGE
+# Empty: launch/local.sh, which makes a virtual environment in the checkout.
+XMOD_RUN=${XMOD_RUN:-launch/local.sh}
+
+# Seconds before the time limit at which the run is asked to save and leave.
+XMOD_NOTICE=${XMOD_NOTICE:-180}

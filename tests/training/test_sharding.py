@@ -1,0 +1,139 @@
+"""Training on meshes of 8 devices: the loss curve of one device, and what the devices exchange."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from tests.devices import run_module
+from tests.training import mesh_curves, small
+from xmod_jax import sharding
+from xmod_jax.errors import UserError
+from xmod_jax.nn import routing
+from xmod_jax.sharding import MeshShape
+from xmod_jax.training.checkpoint import named_leaves
+from xmod_jax.training.step import abstract_state
+
+PRODUCT = "data:2+fsdp:2+tensor:2"
+
+
+def curves(*parts):
+    return json.loads(run_module("tests.training.mesh_curves", *parts).stdout)
+
+
+@pytest.fixture(scope="module")
+def xmod():
+    return curves(f"xmod=one,fsdp:8,{PRODUCT}")
+
+
+@pytest.fixture(scope="module")
+def others():
+    meshes = f"one,data:8,fsdp:8,{PRODUCT}"
+    return curves("xmod=one,data:8", *(f"{name}={meshes}" for name in ("dense", "mod", "moe")))
+
+
+def check_curves(found):
+    """Every mesh gives one device's losses, to float32 rounding."""
+    for name, run in found.items():
+        want = found[f"{name.split()[0]} one"]["metrics"]
+        for metric in ("loss", "alignment_loss", "balance_loss", "max_load"):
+            got = run["metrics"][metric]
+            np.testing.assert_allclose(got, want[metric], rtol=2e-5, err_msg=f"{name} {metric}")
+
+
+def check_collectives(found):
+    """On data and fsdp nothing moves but parameters, their like in the optimiser, and metrics."""
+    for name, run in found.items():
+        architecture, mesh = name.split()
+        if mesh in ("one", PRODUCT):
+            continue
+        state = abstract_state(mesh_curves.run_config(architecture))
+        shapes = {leaf.shape for leaf in jax.tree.leaves(state)}
+        matrices = {shape[-2:] for shape in shapes if len(shape) >= 2}
+        parts = {(a // d, b // e) for a, b in matrices for d, e in ((8, 1), (1, 8))} | matrices
+        L = mesh_curves.LENGTH
+        assert not {L, routing.capacity(L, 4)} & {size for shape in shapes for size in shape}
+        assert run["collectives"]
+        for kind, shape in run["collectives"]:
+            known = tuple(shape) in shapes or tuple(shape[-2:]) in parts or math.prod(shape) <= 4
+            assert known and L not in shape, (name, kind, shape)
+
+
+def test_xmod_on_fsdp_and_on_all_axes_trains_as_on_one_device(xmod):
+    check_curves(xmod)
+
+
+def test_xmod_on_fsdp_exchanges_parameters_gradients_and_metrics_alone(xmod):
+    check_collectives(xmod)
+
+
+def test_a_layers_matrices_are_gathered_one_layer_at_a_time(xmod):
+    gathers = [shape for kind, shape in xmod["xmod fsdp:8"]["collectives"] if kind == "all-gather"]
+    assert gathers and all(len(shape) == 2 for shape in gathers)
+
+
+@pytest.mark.slow
+def test_every_architecture_on_every_mesh_trains_as_on_one_device(others):
+    check_curves(others)
+
+
+@pytest.mark.slow
+def test_no_architecture_exchanges_activations_or_routing(others):
+    check_collectives(others)
+
+
+def test_a_mesh_is_parsed_and_told_as_it_was_given():
+    assert MeshShape.parse("fsdp:4, data:2") == MeshShape(2, 4, 1)
+    assert str(MeshShape(2, 4)) == "data:2,fsdp:4,tensor:1"
+    assert MeshShape.parse(str(MeshShape(1, 2, 3))) == MeshShape(1, 2, 3)
+
+
+@pytest.mark.parametrize("text", ["", "data", "data:0", "data:-1", "model:2", "data:2,data:2", "8"])
+def test_anything_else_is_refused_in_one_line(text):
+    with pytest.raises(UserError, match="not a list of axis:devices"):
+        MeshShape.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        (MeshShape(data=3), "sequences of a micro-batch, 4, cannot be cut into the 3 parts"),
+        (MeshShape(data=2, fsdp=4), "sequences of a micro-batch, 4,"),
+        (MeshShape(tensor=2), "key/value heads, 1, cannot be cut into the 2 parts of tensor"),
+    ],
+)
+def test_a_mesh_that_does_not_divide_a_run_is_refused_naming_the_size(shape, message):
+    with pytest.raises(UserError, match=message):
+        shape.check(small.run())
+
+
+def test_more_devices_than_there_are_is_refused():
+    with pytest.raises(UserError, match="has 64 devices, there are 1"):
+        MeshShape(data=64).make()
+
+
+def test_by_default_all_devices_that_share_a_micro_batch_are_used():
+    config = small.run(batch_size=12, accumulation=2)
+    assert MeshShape.for_devices(4, config) == MeshShape(data=2)
+    assert MeshShape.for_devices(3, config) == MeshShape(data=3)
+
+
+def test_the_optimiser_lies_like_its_parameters_and_small_leaves_lie_whole():
+    state = abstract_state(small.run())
+    specs = named_leaves(sharding.specs(state))
+    assert specs["model.embedding.value"] == P(None, "fsdp")
+    assert specs["model.head.value"] == P("fsdp", None)
+    sparse = "groups[0].sparse.block"
+    assert specs[f"model.{sparse}.attention.query.value"] == P(None, None, "fsdp", "tensor")
+    assert specs[f"model.{sparse}.ffn.down.value"] == P(None, None, "tensor", "fsdp")
+    whole = {name for name, spec in specs.items() if spec == P()}
+    assert {"model.groups[0].sparse.gate.value", "model.groups[0].sparse.router.value"} <= whole
+    for name, spec in specs.items():
+        if name.startswith("optimizer") and name.endswith(".value"):
+            assert spec == specs["model." + re.split(r"\.(?:mean|mu|nu)\.", name)[-1]], name
