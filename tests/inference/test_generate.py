@@ -21,7 +21,7 @@ from xmod_jax.inference.text import Stop, Text, generate
 from xmod_jax.model import Decoder, Threshold
 
 CONFIG = ModelConfig(
-    TINY, Hierarchy(1, (StageGroup(1, 2),), sparsity=2), Routing(router_init_std=0.5)
+    TINY, Hierarchy(1, (StageGroup(2, 2),), sparsity=2), Routing(router_init_std=0.5)
 )
 LENGTHS, COUNT = (12, 3, 7), 9
 
