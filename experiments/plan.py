@@ -3,8 +3,9 @@
     python -m experiments.plan --experiment=main_936m --run=xmod_a3k16 --mesh=data:1,fsdp:8
 
 Nothing is allocated or trained: shapes alone are compiled, for as many CPU devices as the mesh has,
-so a laptop plans a cluster. Bytes are those of the CPU program: a GPU's has a fused attention and
-real bfloat16 products, and needs a little less. Times are lower bounds from the stated peaks.
+so a laptop plans a cluster. Bytes are those of the CPU program, which widens bfloat16 to float32:
+matrices that a GPU gathers in bfloat16 count twice here, and activations up to twice. Times are
+lower bounds from the stated peaks.
 """
 
 from __future__ import annotations
