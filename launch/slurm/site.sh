@@ -1,7 +1,7 @@
 # What differs between sites: the one place to set account, partition and image. Read by the other
 # scripts here; each line may also come from the environment.
 
-# Options of every sbatch, such as: --account=ACCOUNT --partition=PARTITION --qos=QOS
+# Options of sbatch for every job (by submit.sh), such as: --account=ACCOUNT --partition=PARTITION --qos=QOS
 XMOD_SBATCH=${XMOD_SBATCH:-}
 
 # The command that runs what follows in a container, such as: srun ... --container-image=IMAGE

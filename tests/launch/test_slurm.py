@@ -57,3 +57,19 @@ def test_a_run_that_dies_of_the_signal_before_it_listens_is_queued_again():
 def test_any_other_status_is_the_jobs(command, said):
     with batch(command) as shell:
         assert shell.stdout is not None and shell.stdout.read() == said
+
+
+def test_a_job_is_submitted_with_the_sites_options(tmp_path):
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text('#!/bin/sh\necho "$PWD" "$@"\n')
+    sbatch.chmod(0o755)
+    site = {"XMOD_SBATCH": "--account=a --partition=p", "XMOD_NOTICE": "60"}
+    done = subprocess.run(
+        [ROOT / "launch/slurm/submit.sh", "--array=0-1", "launch/slurm/sweep.sbatch", "--only=x y"],
+        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"} | site,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    options = "--account=a --partition=p --signal=B:USR1@60 --array=0-1"
+    assert done.stdout == f"{ROOT} {options} launch/slurm/sweep.sbatch --only=x y\n"
