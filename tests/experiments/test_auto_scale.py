@@ -5,12 +5,14 @@ import pytest
 from experiments import registry
 from experiments.auto_scale import Devices, auto_scale, bytes_per_device
 from xmod_jax import accounting
+from xmod_jax.data.shards import MANIFEST
 
 GIB = 2**30
 
 
 @pytest.fixture
 def paper(tmp_path):
+    (tmp_path / MANIFEST).touch()  # prepared
     return registry.get("main_556m", "paper").override(data=str(tmp_path))
 
 

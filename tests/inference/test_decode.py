@@ -62,7 +62,13 @@ def decode(name, ids_BL, lengths_B, value, routed=L, running_B=None, chunk=T):
     return found, cache
 
 
-@pytest.mark.parametrize("name", [SMALL, "routed ffn", "selected q, full kv"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        SMALL,
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("routed ffn", "selected q, full kv")),
+    ],
+)
 def test_decoding_ragged_prompts_equals_the_full_pass(name):
     """With some tokens routed, with none, and with all."""
     model, ids = make(name), tokens(B, L)

@@ -83,7 +83,10 @@ def test_a_dense_run_has_one_loss_and_no_routing(tmp_path):
     assert final["routed_calibrated"] is None and final["jaccard"] is None
 
 
-@pytest.mark.parametrize("kills", [(3, 8)], ids=["twice"])
+@pytest.mark.parametrize(
+    "kills",
+    [pytest.param((5,), id="once"), pytest.param((3, 8), id="twice", marks=pytest.mark.slow)],
+)
 def test_a_killed_run_resumes_on_the_uninterrupted_curve(kills, finished, tmp_path):
     directory = tmp_path / "killed"
     for step in kills:

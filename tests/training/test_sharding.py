@@ -65,14 +65,17 @@ def check_collectives(found):
             assert known and L not in shape, (name, kind, shape)
 
 
+@pytest.mark.slow
 def test_xmod_on_fsdp_and_on_all_axes_trains_as_on_one_device(xmod):
     check_curves(xmod)
 
 
+@pytest.mark.slow
 def test_xmod_on_fsdp_exchanges_parameters_gradients_and_metrics_alone(xmod):
     check_collectives(xmod)
 
 
+@pytest.mark.slow
 def test_a_layers_matrices_are_gathered_one_layer_at_a_time(xmod):
     gathers = [shape for kind, shape in xmod["xmod fsdp:8"]["collectives"] if kind == "all-gather"]
     assert gathers and all(len(shape) == 2 for shape in gathers)
