@@ -82,11 +82,13 @@ def test_a_layers_matrices_are_gathered_one_layer_at_a_time(xmod):
 
 
 @pytest.mark.slow
+@pytest.mark.drill
 def test_every_architecture_on_every_mesh_trains_as_on_one_device(others):
     check_curves(others)
 
 
 @pytest.mark.slow
+@pytest.mark.drill
 def test_no_architecture_exchanges_activations_or_routing(others):
     check_collectives(others)
 
