@@ -158,8 +158,8 @@ def test_when_a_process_is_killed_the_other_ends_with_one_line_and_both_resume(a
 
 @pytest.mark.slow
 @pytest.mark.drill
-def test_four_processes_of_two_devices_on_every_axis_equal_one(alone, tmp_path):
-    statuses, errors = together(tmp_path / "four", 4, "data:2,fsdp:2", devices=1)
+def test_four_processes_on_data_and_fsdp_equal_one(alone, tmp_path):
+    statuses, errors = together(tmp_path / "four", 4, "data:2,fsdp:2")
     assert statuses == [0] * 4, errors
     check_same_curve(alone, tmp_path / "four")
     assert os.path.isfile(tmp_path / "four" / records.DONE)
