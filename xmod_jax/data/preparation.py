@@ -24,7 +24,7 @@ from array_record.python import array_record_module
 
 from xmod_jax import records
 from xmod_jax.data.documents import TFDS, Documents, Reading, Source, digest, is_heldout
-from xmod_jax.data.shards import MANIFEST, Manifest, Shard, ShardWriter, fingerprint
+from xmod_jax.data.shards import MANIFEST, Manifest, Shard, ShardWriter, fingerprint, writing
 from xmod_jax.data.tokenizer import Tokenizer, get_tokenizer
 from xmod_jax.errors import UserError
 
@@ -298,21 +298,22 @@ def _tokenise(
 
 def _write_heldout(
     output: pathlib.Path, index: int, heldout: list[tuple[bytes, np.ndarray]]
-) -> list[list[Any]]:
-    """Held-out documents of a unit, a record each; their digests and lengths."""
+) -> list[str]:
+    """Held-out documents of a unit, a record each; their digests."""
     path = output / _UNITS / f"{index:05}.heldout"
     temporary = path.with_name(f".{path.name}.tmp")
     path.parent.mkdir(exist_ok=True)
     try:
-        writer = array_record_module.ArrayRecordWriter(str(temporary), "group_size:1")
-        for _, ids in heldout:
-            writer.write(ids.astype("<u4").tobytes())
-        writer.close()
-    except RuntimeError as error:
+        with writing(path):
+            writer = array_record_module.ArrayRecordWriter(str(temporary), "group_size:1")
+            for _, ids in heldout:
+                writer.write(ids.astype("<u4").tobytes())
+            writer.close()
+    except OSError:
         temporary.unlink(missing_ok=True)
-        raise OSError(f"{path}: {error}") from error
+        raise
     temporary.rename(path)
-    return [[key.hex(), len(ids)] for key, ids in heldout]
+    return [key.hex() for key, _ in heldout]
 
 
 def _finish(
@@ -353,7 +354,7 @@ def _merge_heldout(output: pathlib.Path, notes: Sequence[dict[str, Any]], vocab_
     order = sorted(
         (key, unit, index)
         for unit, note in enumerate(notes)
-        for index, (key, _) in enumerate(note["heldout"])
+        for index, key in enumerate(note["heldout"])
     )
     writer = ShardWriter(output / "heldout-00000.arrayrecord", vocab_size)
     try:

@@ -8,6 +8,7 @@ records, so every reader here compares with the manifest.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -134,7 +135,7 @@ class ShardWriter:
         self._rest = np.zeros(0, self._type)
         self._tokens = self._documents = self._records = 0
         path.parent.mkdir(parents=True, exist_ok=True)
-        with self._disk():
+        with writing(self._path):
             self._writer = array_record_module.ArrayRecordWriter(str(self._temporary), _WRITING)
 
     def add(self, ids: np.ndarray, documents: int) -> None:
@@ -158,7 +159,7 @@ class ShardWriter:
         """
         if len(self._rest):
             self._write(self._rest[None])
-        with self._disk():
+        with writing(self._path):
             self._writer.close()
         reader = array_record_module.ArrayRecordReader(str(self._temporary), _READING)
         if reader.num_records() != self._records:
@@ -179,29 +180,21 @@ class ShardWriter:
         self._temporary.unlink(missing_ok=True)
 
     def _write(self, rows: np.ndarray) -> None:
-        with self._disk():
+        with writing(self._path):
             for row in rows:
                 content = row.tobytes()
                 self._hash.update(content)
                 self._writer.write(content)
         self._records += len(rows)
 
-    def _disk(self) -> _Disk:
-        return _Disk(self._path)
 
-
-class _Disk:
-    """Turns the library's errors of writing into an OSError that names the shard."""
-
-    def __init__(self, path: pathlib.Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, RuntimeError):
-            raise OSError(f"{self._path}: {error}") from error
+@contextlib.contextmanager
+def writing(path: pathlib.Path) -> Iterator[None]:
+    """Turns ArrayRecord's errors of writing into an OSError that names the file."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise OSError(f"{path}: {error}") from error
 
 
 class ShardedTokens:
