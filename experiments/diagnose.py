@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from absl import flags
 from tqdm import tqdm
 
-from experiments import cli, diagnostics_figure, report_diagnostics
+from experiments import cli, diagnostics_figure, report_diagnostics, trained
 from xmod_jax import records
 from xmod_jax.diagnostics import Diagnostics
 from xmod_jax.errors import UserError
@@ -58,7 +58,7 @@ def _with_checkpoint(runs: Sequence[RunRecord]) -> list[RunRecord]:
     for run in runs:
         if not run.config.model.hierarchy.groups:
             print(f"left out {run.directory}: it has no sparse layer", file=sys.stderr)
-        elif not any((run.directory / records.CHECKPOINTS).glob("[0-9]*")):
+        elif not trained.has_checkpoint(run):
             print(f"left out {run.directory}: it has no checkpoint yet", file=sys.stderr)
         else:
             able.append(run)

@@ -17,8 +17,7 @@ from typing import Any
 
 from absl import flags
 
-from experiments import cli
-from xmod_jax import records
+from experiments import cli, trained
 from xmod_jax.config import MAX_SEED
 from xmod_jax.errors import UserError
 from xmod_jax.records import RunRecord
@@ -53,25 +52,27 @@ def main() -> None:
     if not _CHECKPOINT.value:
         raise UserError("--checkpoint is missing: give a run directory")
     run = RunRecord.load(pathlib.Path(_CHECKPOINT.value))
-    if not any((run.directory / records.CHECKPOINTS).glob("[0-9]*")):
+    if not trained.has_checkpoint(run):
         raise UserError(f"{run.directory}: it has no checkpoint yet: train it first")
     # Only now: a mistake is told without loading what models need.
-    from xmod_jax.data import sources
     from xmod_jax.data.tokenizer import get_tokenizer
     from xmod_jax.inference.generate import Generator, Prompts
     from xmod_jax.inference.sampling import Sampling
     from xmod_jax.inference.text import Stop, Text, generate
+    from xmod_jax.model import Threshold
 
     sampling = Sampling(_TEMPERATURE.value, _TOP_K.value, _TOP_P.value)
     stop = Stop(tuple(_STOP.value), _REPETITION.value)
-    dataset = sources.load(run.config.data)
+    state, dataset = trained.load(run)
+    model = state.model
+    thresholds = model.thresholds() if _THRESHOLD.value == "paper" else state.thresholds
+    del state  # the optimiser's part is as large as the model
     tokenizer = get_tokenizer(dataset.tokenizer, _VOCABULARY.value)
     # Training shows every document behind an end-of-text token, so a prompt starts behind one too.
     ids = [[tokenizer.end_of_text, *tokenizer.encode(prompt).tolist()] for prompt in prompts]
-    model, route = _load(run, dataset.hash)
     # Ids that no text has, of a vocabulary larger than the tokenizer's, are never drawn.
     model.head[...] = model.head[...][:, : tokenizer.vocab_size]
-    generator = Generator(model, route, max_routed=_MAX_ROUTED.value)
+    generator = Generator(model, Threshold(thresholds), max_routed=_MAX_ROUTED.value)
     texts = [Text(tokenizer, stop) for _ in prompts]
     stream = _FORMAT.value == "text" and len(prompts) == 1
     pieces = generate(
@@ -109,24 +110,6 @@ def _prompts() -> list[str]:
         except UnicodeEncodeError as error:
             raise UserError(f"a prompt is not UTF-8 text: {error}") from error
     return prompts
-
-
-def _load(run: RunRecord, data_hash: str) -> tuple[Any, Any]:
-    """The model of the newest checkpoint, and the thresholds of its routers."""
-    from xmod_jax.model import Threshold
-    from xmod_jax.training.checkpoint import Checkpoints
-    from xmod_jax.training.step import abstract_state
-
-    # Opening checkpoints clears half-written ones away: not under a worker that writes them.
-    with (
-        records.claim(run.directory),
-        Checkpoints(run.directory, run.config, data_hash) as saved,
-    ):
-        if saved.latest is None:
-            raise UserError(f"{run.directory}: no whole checkpoint yet: resume the run first")
-        state, _ = saved.restore(abstract_state(run.config))
-    paper = _THRESHOLD.value == "paper"
-    return state.model, Threshold(state.model.thresholds() if paper else state.thresholds)
 
 
 def _entry(prompt: str, text: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Mapping
 
-from experiments import tables
+from experiments import tables, trained
 from xmod_jax import records
 from xmod_jax.diagnostics import Diagnostics, Intervals, diagnose, independent_subsets
 from xmod_jax.errors import UserError
@@ -44,18 +44,11 @@ def measure(run: RunRecord, sequences: int | None = None) -> tuple[Diagnostics, 
       UserError: no whole checkpoint, or one of something else.
     """
     # Only now: a mistake is told without loading what training needs.
-    from xmod_jax.data import pipeline, sources
-    from xmod_jax.training.checkpoint import Checkpoints
+    from xmod_jax.data import pipeline
     from xmod_jax.training.compilation import jit
-    from xmod_jax.training.step import abstract_state
 
-    config, train = run.config, run.config.train
-    dataset = sources.load(config.data)
-    # Opening checkpoints clears half-written ones away: not under a worker that writes them.
-    with records.claim(run.directory), Checkpoints(run.directory, config, dataset.hash) as saved:
-        if saved.latest is None:
-            raise UserError(f"{run.directory}: no whole checkpoint yet: resume the run first")
-        state, _ = saved.restore(abstract_state(config))
+    train = run.config.train
+    state, dataset = trained.load(run)
     batches = pipeline.eval_batches(
         dataset,
         train.context_length,
