@@ -62,6 +62,12 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     sys.exit(_status(main))
 
 
+def abandon(lost: ProcessLost) -> NoReturn:
+    """Ends the process at once: the interpreter's way out would wait for the one that is lost."""
+    _say(str(lost))
+    os._exit(REQUEUE)
+
+
 def _status(main: Callable[[], int | None]) -> int:
     try:
         status = _help(main) if _wants_help(sys.argv[1:]) else _parse_and_call(main)
@@ -74,9 +80,7 @@ def _status(main: Callable[[], int | None]) -> int:
         _say(str(leaving))
         return REQUEUE
     except ProcessLost as lost:
-        _say(str(lost))
-        # The way out through the interpreter's end would wait for the one that is lost.
-        os._exit(REQUEUE)
+        abandon(lost)
     except (UserError, flags.Error) as error:
         _say(f"error: {error}")
         return MISTAKE

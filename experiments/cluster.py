@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from absl import flags
 
+from experiments import cli
 from experiments.progress import Display
 from experiments.runner import Trainer
 from xmod_jax.config import RunConfig
@@ -62,7 +63,7 @@ def check(runs: Sequence[RunConfig]) -> None:
 def joined() -> Iterator[Watch]:
     """Meets the other processes; notes requests to leave while the block runs."""
     processes = Processes.find(_COORDINATOR.value, _COUNT.value, _INDEX.value)
-    with Watch(processes).signals() as watch, processes.meeting():
+    with Watch(processes).signals() as watch, processes.meeting(cli.abandon):
         yield watch
 
 

@@ -156,6 +156,40 @@ def test_when_a_process_is_killed_the_other_ends_with_one_line_and_both_resume(a
     check_same_curve(alone, directory)
 
 
+_DEAF = """
+import os, signal, sys, threading
+from experiments import cli
+from xmod_jax.processes import Processes
+
+def main():
+    index = int(sys.argv.pop())
+    with Processes.find(sys.argv.pop(), 2, index).meeting(cli.abandon):
+        if index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        threading.Event().wait()
+
+main()
+"""
+
+
+def test_one_that_waits_for_a_killed_process_in_a_library_ends_with_one_line():
+    with socket.create_server(("localhost", 0)) as server:
+        coordinator = f"localhost:{server.getsockname()[1]}"
+    start = lambda index: subprocess.Popen(
+        [sys.executable, "-c", _DEAF, coordinator, str(index)],
+        cwd=ROOT,
+        env=environment(1),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with start(0) as deaf, start(1) as killed:
+        killed.communicate(timeout=120)
+        # JAX by itself would abort it, after a minute.
+        _, errors = deaf.communicate(timeout=120)
+    assert [deaf.returncode, killed.returncode] == [75, -9], errors
+    assert "another process of the run was lost" in errors.splitlines()[-1]
+
+
 @pytest.mark.slow
 @pytest.mark.drill
 def test_four_processes_on_data_and_fsdp_equal_one(alone, tmp_path):

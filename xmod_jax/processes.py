@@ -10,13 +10,16 @@ import dataclasses
 import functools
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from xmod_jax import lifeline
 from xmod_jax.errors import UserError
 
 _PORTS = range(20_000, 60_000)
-_SILENCE_S = 60  # after which a process that says nothing counts as dead
+_SILENCE_S = 60  # after which JAX aborts all processes, should one hang
+_GRACE_S = 5  # for the main thread to hear of a lost process by itself
 # What Gloo, NCCL and JAX's coordination say when the other end has gone.
 _LOST = re.compile(r"gloo|nccl|coordination|heartbeat|connection|peer", re.IGNORECASE)
 _STOPPED = -1  # what process 0 tells the others when it cannot go on
@@ -25,6 +28,10 @@ _VARIABLES = ("XMOD_COORDINATOR", "XMOD_PROCESS_COUNT", "XMOD_PROCESS_INDEX")
 
 class ProcessLost(Exception):
     """Another process of the run has died; this one cannot go on."""
+
+
+class LeavingTogether(Exception):
+    """Raised by every process of a run at the same point: none of them is lost."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,26 +87,43 @@ class Processes:
         return self.index == 0
 
     @contextlib.contextmanager
-    def meeting(self) -> Iterator[None]:
+    def meeting(self, abandon: Callable[[ProcessLost], object]) -> Iterator[None]:
         """Connects the processes while the block runs; before JAX touches a device.
 
+        Args:
+          abandon: ends this process with the message of its argument; called in a thread.
+
         Raises:
-          ProcessLost: another process or its node died. One that dies in silence is noticed after
-            `_SILENCE_S` at the latest: JAX then ends this process with a message of its own.
+          ProcessLost: another process or its node died. Where the main thread is in a wait that
+            does not hear of it, `abandon` is called instead, half a minute later at the latest.
         """
         if self.count == 1:
             yield
             return
         self._connect()
-        try:
-            yield
-        except Exception as error:
-            if not _LOST.search(str(error)):
+        lost = ProcessLost(
+            f"process {self.index}: another process of the run was lost: start all of them "
+            "again, and the run resumes from its last checkpoint"
+        )
+        left = threading.Event()
+
+        def on_loss() -> None:
+            # Mostly the main thread hears of it by itself, and ends in good order.
+            if not left.wait(_GRACE_S):
+                abandon(lost)
+
+        host = (self.coordinator or "").rpartition(":")[0].strip("[]")
+        with lifeline.tied(host, self.leads, _broadcast, (LeavingTogether,), on_loss) as line:
+            try:
+                yield
+            except LeavingTogether:
                 raise
-            raise ProcessLost(
-                f"process {self.index}: another process of the run was lost: start all of them "
-                "again, and the run resumes from its last checkpoint"
-            ) from error
+            except Exception as error:
+                if not (line.broken or _LOST.search(str(error))):
+                    raise
+                raise lost from error
+            finally:
+                left.set()
 
     def _connect(self) -> None:
         import jax

@@ -23,6 +23,10 @@ from xmod_jax.sharding import MeshShape
 from xmod_jax.training import loop
 from xmod_jax.training.preemption import Watch
 
+# With the default seed windows begin with a run of one character, whose rows are equal but for
+# rounding: which of them a router selects then depends on the order of sums. Not with this seed.
+RUN = small.run(seed=6)
+
 
 class Signalling(Display):
     """Shows nothing; sends the signal."""
@@ -36,7 +40,7 @@ class Signalling(Display):
         yield self.update
 
     def update(self, progress: Progress) -> None:
-        if progress.tokens == abs(self.signal_at) * small.run().train.tokens_per_step:
+        if progress.tokens == abs(self.signal_at) * RUN.train.tokens_per_step:
             os.kill(os.getpid(), signal.SIGTERM if self.signal_at > 0 else signal.SIGKILL)
 
 
@@ -44,12 +48,12 @@ def main(arguments: list[str]) -> int:
     directory, mesh, count, index, coordinator, *rest = arguments
     processes = Processes.find(coordinator, int(count), int(index))
     shape = MeshShape.parse(mesh)
-    with Watch(processes).signals() as watch, processes.meeting():
+    with Watch(processes).signals() as watch, processes.meeting(cli.abandon):
         train = lambda run, folder, progress: loop.train(run, folder, progress, shape, watch)
         trainer = runner.Trainer(train, loop.RunFailed)
         display = Signalling(int(rest[0]) if rest else 0)
-        run, folder = small.run(), pathlib.Path(directory)
-        status = runner.train_one(run, folder, trainer, display, processes=processes)
+        folder = pathlib.Path(directory)
+        status = runner.train_one(RUN, folder, trainer, display, processes=processes)
     print(status.value)
     return 0
 

@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TypeVar, cast
 
-from xmod_jax.processes import ALONE, Processes
+from xmod_jax.processes import ALONE, LeavingTogether, Processes
 
 REQUEUE = 75  # EX_TEMPFAIL: come back later
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 T = TypeVar("T")
 
 
-class Preempted(Exception):
+class Preempted(LeavingTogether):
     """The run was asked to leave and has saved what it has; the message says where."""
 
 
