@@ -16,6 +16,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 # Names that are addresses: tasks find each other by their nodes' names.
 NODES = ("127.0.0.1", "127.0.0.2")
@@ -179,7 +180,12 @@ def running(folder: pathlib.Path) -> Iterator[Slurm]:
 
 def _cancel_all(slurm: Slurm) -> None:
     """Ends every job, so that nothing is left of it when the daemons are gone."""
-    options = {"env": slurm.environment, "capture_output": True, "text": True, "timeout": 20}
+    options: dict[str, Any] = {
+        "env": slurm.environment,
+        "capture_output": True,
+        "text": True,
+        "timeout": 20,
+    }
     subprocess.run(["scancel", "--state=PENDING", f"--user={os.getuid()}"], **options)
     subprocess.run(["scancel", "--full", "--signal=KILL", f"--user={os.getuid()}"], **options)
     end = time.monotonic() + 30

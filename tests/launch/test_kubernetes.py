@@ -74,7 +74,7 @@ def test_a_saved_run_is_tried_again_and_a_mistake_is_not(name):
     assert spec["completionMode"] == "Indexed"
     # What a policy on failures requires.
     assert spec["template"]["spec"]["restartPolicy"] == "Never"
-    actions = {}
+    actions: dict[int, str] = {}
     for rule in spec["podFailurePolicy"]["rules"]:
         if codes := rule.get("onExitCodes"):
             assert codes["containerName"] == container(job(name))["name"]

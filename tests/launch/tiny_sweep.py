@@ -8,7 +8,6 @@ TINY_HOLD names, run RUN waits at step `HELD_AT` until it is asked to leave, two
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import os
 import pathlib
@@ -34,8 +33,7 @@ def tiny(scale: str) -> Experiment:
     for name, (hierarchy, seed) in RUNS.items():
         run = small.run(hierarchy, seed=seed)
         architecture = "dense" if name == "dense" else "xmod"
-        labels = {"experiment": "tiny", "name": name, "architecture": architecture, "scale": scale}
-        runs.append(dataclasses.replace(run, **labels))
+        runs.append(RunConfig("tiny", name, architecture, "tiny", scale, run.model, run.train))
     return Experiment("tiny", scale, tuple(runs))
 
 

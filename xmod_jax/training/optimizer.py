@@ -91,7 +91,7 @@ def orthogonal_momentum(
         del params
         count = optax.safe_increment(state.steps)
 
-        def leaf(path: Any, gradient: jax.Array, mean: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def leaf(path: Any, gradient: jax.Array, mean: jax.Array) -> tuple[jax.Array, ...]:
             axes = axes_of(path)
 
             def layers(gradient_YMN: jax.Array, mean_YMN: jax.Array):
