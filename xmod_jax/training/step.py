@@ -184,6 +184,7 @@ def make_step(
     step = _make_local_step(config)
     if mesh is None:
         return step
+    sharding.check_axes(mesh)
     state, batch = sharding.specs(abstract_state(config)), P(sharding.BATCH_AXES)
     return jax.shard_map(
         step, mesh=mesh, in_specs=(state, batch), out_specs=(state, P()), check_vma=False
