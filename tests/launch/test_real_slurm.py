@@ -20,7 +20,7 @@ from xmod_jax import records
 
 ROOT = pathlib.Path(__file__).parents[2]
 _MISSING = slurm_cluster.missing()
-_WAIT_S = 240  # at most, for anything; a machine that does nothing else takes seconds
+_WAIT_S = 900  # at most, for anything; a machine that does nothing else takes seconds
 
 pytestmark = [
     pytest.mark.slow,

@@ -3,7 +3,7 @@
     python -m tests.launch.tiny_sweep python -m experiments.sweep --experiment=tiny ...
 
 Stands for XMOD_RUN, so it takes any command. While there is a file ``HOLD/RUN`` in the folder that
-TINY_HOLD names, run RUN waits at step `HELD_AT` until it is asked to leave, two minutes at most.
+TINY_HOLD names, run RUN waits at step `HELD_AT` until it is asked to leave, five minutes at most.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _holding(watch: Any, make: Any) -> Trainer:
 
         def held(state: Any) -> None:
             progress(state)
-            end = time.monotonic() + 120
+            end = time.monotonic() + 300
             waits = lambda: state.step == HELD_AT and hold.exists() and not watch.arrived
             while waits() and time.monotonic() < end:
                 time.sleep(0.05)
