@@ -34,7 +34,7 @@ def train(directory: pathlib.Path, *full_at: int) -> tuple[list[int], list[str]]
                 text=True,
             )
         )
-    errors = []
+    errors: list[str] = []
     for child in reversed(children):
         try:
             errors.insert(0, child.communicate(timeout=1200 if child is children[1] else 120)[1])
