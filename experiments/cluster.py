@@ -47,6 +47,17 @@ _INDEX = flags.DEFINE_integer(
 )
 
 
+_NEWEST = flags.DEFINE_integer(
+    "keep_checkpoints", None, "newest checkpoints that are kept (default: the run's own number)", 1
+)
+_EVERY = flags.DEFINE_integer(
+    "keep_every",
+    0,
+    "steps between checkpoints that are made and kept for good, beside the newest (default: none)",
+    lower_bound=0,
+)
+
+
 def check(runs: Sequence[RunConfig]) -> None:
     """Refuses flags that cannot be, before anything is made or printed.
 
@@ -70,9 +81,12 @@ def joined() -> Iterator[Watch]:
 def trainer(watch: Watch) -> Trainer:
     """What trains a run on the mesh of the flags."""
     from xmod_jax.training import loop
+    from xmod_jax.training.checkpoint import Keep
+
+    keep = Keep(_NEWEST.value, _EVERY.value)
 
     def train(run, directory, progress):
-        return loop.train(run, directory, progress, _shape(run), watch)
+        return loop.train(run, directory, progress, _shape(run), watch, keep)
 
     return Trainer(train, loop.RunFailed)
 

@@ -21,7 +21,8 @@ class Plan:
     Attributes:
       shape: the mesh.
       parameters: this device's part of the parameters.
-      gradients: of these; twice as much where micro-batches are summed up.
+      gradients: of these; where micro-batches are summed up twice those outside of stages, which
+        add theirs in place.
       optimizer: its part of the optimiser's state.
       logits: one chunk of the loss's logits and their gradients.
       temporary: everything that is not kept between steps, gradients and logits included.
@@ -77,11 +78,12 @@ def compile_step(run: RunConfig, shape: MeshShape) -> Plan:
     vocabulary = run.model.backbone.vocab_size
     chunk = min(rows, max(128, CHUNK_ELEMENTS // vocabulary)) * vocabulary
     parameters, memory = _part_bytes(state.model), compiled.memory_analysis()
+    outside = parameters - _part_bytes(state.model.groups)
     assert memory is not None  # XLA gives it on CPU
     return Plan(
         shape,
         parameters,
-        parameters * (1 if train.accumulation == 1 else 2),
+        parameters + (outside if train.accumulation > 1 else 0),
         _part_bytes(state.optimizer),
         2 * 4 * chunk,
         int(memory.temp_size_in_bytes),

@@ -9,6 +9,7 @@ Shapes: B batch, L context, D width, V vocabulary, S sparse layers of a stage.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -91,7 +92,11 @@ class Decoder(nnx.Module):
         self.head = nnx.Param(INIT_STD * jax.random.normal(rngs.params(), table[::-1]))
 
     def __call__(
-        self, tokens_BL: jax.Array, route: Route, valid_BL: jax.Array | None = None
+        self,
+        tokens_BL: jax.Array,
+        route: Route,
+        valid_BL: jax.Array | None = None,
+        into: Sequence[Stages] | None = None,
     ) -> tuple[jax.Array, list[Any]]:
         """Runs the decoder up to the final norm.
 
@@ -99,6 +104,8 @@ class Decoder(nnx.Module):
           tokens_BL: int32 tokens.
           route: how sparse layers choose their tokens.
           valid_BL: bool; False marks padding, which must stand at the end of a sequence.
+          into: under top-k, sums like `groups` that the stages' gradients are added to: these are
+            then what their gradients are (`routed_stages`).
 
         Returns:
           The normalised states [B, L, D] in the compute dtype, and for every stage group its
@@ -117,7 +124,8 @@ class Decoder(nnx.Module):
             x_BLD = _run_dense(self.prefix, x_BLD, phases)
         for index, stages in enumerate(self.groups):
             chosen = route.values[index] if isinstance(route, Threshold) else None
-            x_BLD, output = self._run_group(stages, x_BLD, phases, chosen, valid_BL)
+            sums = None if into is None else into[index]
+            x_BLD, output = self._run_group(stages, x_BLD, phases, chosen, valid_BL, sums)
             outputs.append(output)
         return self.final_norm(x_BLD), outputs
 
@@ -149,6 +157,7 @@ class Decoder(nnx.Module):
         phases: Phases,
         thresholds: jax.Array | None,
         valid_BL: jax.Array | None,
+        into: Stages | None,
     ) -> tuple[jax.Array, Any]:
         options: dict[str, Any] = {
             "sparsity": self.config.hierarchy.sparsity,
@@ -163,6 +172,8 @@ class Decoder(nnx.Module):
         stack, router_NSD = stages.sparse, stages.sparse.router[...]
         output: Any
         if thresholds is None:
+            if into is not None:
+                options["into"] = into.sparse, (into.anchor, into.lead)
             output = routed_stages(sparse_update, stack, router_NSD, x_BLD, phases, **options)
         else:
             output = threshold_stages(

@@ -147,6 +147,19 @@ class MeshShape:
         return Mesh(grid, AXES, axis_types=(axis_type,) * 3)
 
 
+def check_axes(mesh: Mesh) -> None:
+    """Refuses a mesh that `MeshShape.make` could not have made; its axes may be explicit or not.
+
+    Raises:
+      UserError: its axes have other names.
+    """
+    if mesh.axis_names != AXES:
+        raise UserError(
+            f"a mesh with the axes {', '.join(map(str, mesh.axis_names))}: training and evaluation "
+            "run on data, fsdp and tensor (MeshShape.make)"
+        )
+
+
 def micro_batch(config: RunConfig) -> int:
     """Sequences that go through the model at once."""
     return config.train.batch_size // config.train.accumulation

@@ -7,6 +7,7 @@
 set -euo pipefail
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.."
 . launch/slurm/site.sh
+mkdir -p runs/logs  # where the scripts' --output lies; Slurm makes no folder
 # Unquoted: several options in one setting.
 # shellcheck disable=SC2086
 exec sbatch $XMOD_SBATCH --signal="B:USR1@$XMOD_NOTICE" "$@"

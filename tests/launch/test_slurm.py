@@ -17,7 +17,7 @@ scontrol() { echo "scontrol $*"; }
 run_or_requeue bash -c "$1" && echo finished || echo "status $?"
 """
 # Says that it listens, then waits for the signal as a run does.
-_LISTENS = "trap 'exit 75' TERM; echo ready; sleep 60 >/dev/null & wait $!"
+_LISTENS = "trap 'exit 75' USR1; echo ready; sleep 60 >/dev/null & wait $!"
 _DEAF = "echo ready; exec sleep 60"
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.nn.references import make_problem, plain_stage, plain_stages, stream_block, toy_block
+from tests.nn.references import (
+    Problem,
+    make_problem,
+    plain_stage,
+    plain_stages,
+    stream_block,
+    toy_block,
+)
 from xmod_jax.nn import routing
 from xmod_jax.nn.routed_stage import Dense, gated_residual, routed_stage, routed_stages
 
@@ -84,10 +94,18 @@ def _dense() -> Dense:
     return Dense(lambda w_DD, x_BLD, _: (forward(w_DD, x_BLD), None), backward)
 
 
-@pytest.mark.parametrize(("P", "K"), [(1, 4), (2, 4), (3, 5)])
-def test_leads_anchors_and_the_stream_get_the_gradients_of_plain_autodiff(P, K):
-    with jax.enable_x64(True):
-        N, S, L, D, layer = 2, 2 * P, 13, 6, _dense()
+class Stages(NamedTuple):
+    """Two stages with leads and anchors, and weights of their outputs in an objective."""
+
+    problem: Problem
+    leads: jax.Array
+    anchors: jax.Array
+    bar_BLD: jax.Array
+    bar_NS: jax.Array
+
+    @classmethod
+    def make(cls, P: int) -> Stages:
+        N, S, L, D = 2, 2 * P, 13, 6
         problem = make_problem(P, 2, L, D, N * S)
         problem = problem._replace(
             params=jax.tree.map(lambda leaf: leaf.reshape(N, S, D, D), problem.params[0]),
@@ -97,37 +115,69 @@ def test_leads_anchors_and_the_stream_get_the_gradients_of_plain_autodiff(P, K):
         leads = jax.random.normal(keys[0], (N, P, D, D)) / D
         anchors = jax.random.normal(keys[1], (N, D, D)) / D
         bar_BLD = jax.random.normal(keys[2], problem.x_BLD.shape)
-        bar_NS = jax.random.normal(keys[3], (N, S))
-        count = routing.capacity(L, K)
+        return cls(problem, leads, anchors, bar_BLD, jax.random.normal(keys[3], (N, S)))
 
-        def lean(params, router_NSD, leads, anchors, x_BLD):
-            out = routed_stages(
-                stream_block,
-                params,
-                router_NSD,
-                x_BLD,
-                problem.positions_BL,
-                sparsity=K,
-                bias_scale=0.7,
-                anchor=layer,
-                anchor_params=anchors,
-                lead=layer,
-                lead_params=leads,
-                reads_stream=True,
-            )
-            return jnp.sum(out.x_BLD * bar_BLD) + jnp.sum(out.alignment_S * bar_NS)
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        problem = self.problem
+        return problem.params, problem.router_SD, self.leads, self.anchors, problem.x_BLD
+
+    def objective(self, out_BLD: jax.Array, losses_NS: jax.Array) -> jax.Array:
+        return jnp.sum(out_BLD * self.bar_BLD) + jnp.sum(losses_NS * self.bar_NS)
+
+    def lean(self, K: int, *arguments: Any, into: Any = None) -> jax.Array:
+        params, router_NSD, leads, anchors, x_BLD = arguments
+        out = routed_stages(
+            stream_block,
+            params,
+            router_NSD,
+            x_BLD,
+            self.problem.positions_BL,
+            sparsity=K,
+            bias_scale=0.7,
+            anchor=_dense(),
+            anchor_params=anchors,
+            lead=_dense(),
+            lead_params=leads,
+            reads_stream=True,
+            into=into,
+        )
+        return self.objective(out.x_BLD, out.alignment_S)
+
+
+@pytest.mark.parametrize(("P", "K"), [(1, 4), (2, 4), (3, 5)])
+def test_leads_anchors_and_the_stream_get_the_gradients_of_plain_autodiff(P, K):
+    with jax.enable_x64(True):
+        stages = Stages.make(P)
 
         def plain(params, router_NSD, leads, anchors, x_BLD):
-            given = problem._replace(params=params, router_SD=router_NSD)
-            x_BLD, losses_NS = plain_stages(given, leads, anchors, P, count, 0.7, x_BLD)
-            return jnp.sum(x_BLD * bar_BLD) + jnp.sum(losses_NS * bar_NS)
+            given = stages.problem._replace(params=params, router_SD=router_NSD)
+            count = routing.capacity(x_BLD.shape[1], K)
+            return stages.objective(*plain_stages(given, leads, anchors, P, count, 0.7, x_BLD))
 
-        arguments = (problem.params, problem.router_SD, leads, anchors, problem.x_BLD)
         got, want = (
-            jax.jit(jax.value_and_grad(f, argnums=(0, 1, 2, 3, 4)))(*arguments)
-            for f in (lean, plain)
+            jax.jit(jax.value_and_grad(f, argnums=(0, 1, 2, 3, 4)))(*stages.arguments)
+            for f in (functools.partial(stages.lean, K), plain)
         )
         assert worst(got, want) < 1e-12
+
+
+def test_gradients_of_stacks_are_added_to_given_sums_and_the_others_are_not():
+    with jax.enable_x64(True):
+        stages = Stages.make(2)
+        params, _, leads, anchors, _ = stages.arguments
+        sums = jax.tree.map(lambda leaf: jnp.cos(leaf + 1), (params, (anchors, leads)))
+        gradient = jax.jit(jax.grad(functools.partial(stages.lean, 4), argnums=(0, 1, 2, 3, 4)))
+        alone = gradient(*stages.arguments)
+        with_sums = jax.jit(
+            lambda sums, *arguments: jax.grad(
+                lambda *arguments: stages.lean(4, *arguments, into=sums), argnums=(0, 1, 2, 3, 4)
+            )(*arguments)
+        )(sums, *stages.arguments)
+        zero = jnp.zeros(())
+        added = sums[0], zero, sums[1][1], sums[1][0], zero
+        want = [jax.tree.map(lambda g, s: g + s, *pair) for pair in zip(alone, added, strict=True)]
+        assert worst(with_sums, tuple(want)) < 1e-12
 
 
 def test_padding_neither_competes_nor_changes_nor_counts():

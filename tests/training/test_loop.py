@@ -21,7 +21,7 @@ from xmod_jax.config import Routing
 from xmod_jax.data import pipeline, sources
 from xmod_jax.errors import UserError
 from xmod_jax.training import loop
-from xmod_jax.training.checkpoint import Checkpoints
+from xmod_jax.training.checkpoint import Checkpoints, Keep
 from xmod_jax.training.preemption import Preempted, Watch
 from xmod_jax.training.step import initial_state
 
@@ -186,6 +186,13 @@ def test_a_lost_last_evaluation_is_made_again(kept, dying, finished):
     (dying / records.EVAL).write_bytes(b"".join(lines[:kept]))
     assert loop.train(small.run(), dying, lambda _: None)["step"] == 8
     assert curve(dying, records.EVAL)[-1] == curve(finished[0], records.EVAL)[-1]
+
+
+def test_the_newest_checkpoints_stay_and_those_of_an_interval_for_good(tmp_path):
+    directory = tmp_path / "kept"
+    loop.train(small.run(), directory, lambda _: None, keep=Keep(newest=1, every=3))
+    kept = {path.name for path in (directory / records.CHECKPOINTS).iterdir() if path.is_dir()}
+    assert kept == {"3", "6", "8"}
 
 
 def damage(directory, steps):

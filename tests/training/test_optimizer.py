@@ -5,12 +5,15 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
+from tests.devices import run_module
 from tests.training import small
 from xmod_jax.config import ModelConfig, MoE, OptimizerConfig, Routing, Sparse
 from xmod_jax.hierarchy import Hierarchy
 from xmod_jax.model import Decoder
+from xmod_jax.training import optimizer
 from xmod_jax.training.optimizer import labels, learning_rate, make_optimizer
 
 MATRICES = {
@@ -74,9 +77,9 @@ def test_leads_are_matrices_of_layers_too():
 def test_every_layers_muon_update_is_orthogonal_with_rms_0_2_times_the_rate():
     config = OptimizerConfig(peak_lr=1e-2, weight_decay=0.0, warmup=0.0)
     tree = model()
-    optimizer = make_optimizer(config, 10)
+    made = make_optimizer(config, 10)
     gradient = jax.tree.map(well_conditioned, tree)
-    updates, _ = jax.jit(optimizer.update)(gradient, optimizer.init(tree), tree)
+    updates, _ = jax.jit(made.update)(gradient, made.init(tree), tree)
     label = named(labels(tree, "muon"))
     checked = 0
     for name, update in named(updates).items():
@@ -92,6 +95,19 @@ def test_every_layers_muon_update_is_orthogonal_with_rms_0_2_times_the_rate():
     assert checked == 7 * (2 + 4 + 1)
 
 
+@pytest.mark.parametrize(("layers", "at_once"), [(7, 3), (6, 3), (2, 3), (5, 1)])
+def test_layers_in_turns_are_each_done_once(layers, at_once):
+    stacks = jnp.arange(layers * 4.0).reshape(layers, 2, 2), jnp.ones((layers, 2, 2))
+    function = lambda a_YMN, b_YMN: (2 * a_YMN + b_YMN, b_YMN + 1)
+    got, want = optimizer._in_turns(function, stacks, at_once), function(*stacks)
+    assert jax.tree.all(jax.tree.map(np.array_equal, got, want))
+
+
+@pytest.mark.slow
+def test_a_few_layers_at_a_time_on_any_mesh_get_the_update_of_all_at_once():
+    assert run_module("tests.training.mesh_muon").stdout == "equal\n"
+
+
 def test_adamw_matrices_leave_nothing_to_muon():
     assert set(jax.tree.leaves(labels(model(), "adamw"))) == {"adamw"}
 
@@ -99,9 +115,9 @@ def test_adamw_matrices_leave_nothing_to_muon():
 def test_first_adamw_update_has_the_size_of_the_rate_and_no_nesterov():
     config = OptimizerConfig(peak_lr=1e-2, weight_decay=0.0, warmup=0.0, clip=1e9)
     tree = model()
-    optimizer = make_optimizer(config, 10)
+    made = make_optimizer(config, 10)
     gradient = jax.tree.map(jnp.ones_like, tree)
-    updates, _ = optimizer.update(gradient, optimizer.init(tree), tree)
+    updates, _ = made.update(gradient, made.init(tree), tree)
     np.testing.assert_allclose(updates.embedding[...], -1e-2, rtol=1e-4)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -12,13 +13,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from tests.devices import run_module
-from tests.training import mesh_curves, small
+from tests.training import mesh_curves, mesh_evaluation, small
 from xmod_jax import sharding
 from xmod_jax.errors import UserError
 from xmod_jax.nn import routing
 from xmod_jax.sharding import MeshShape
 from xmod_jax.training.checkpoint import named_leaves
-from xmod_jax.training.step import abstract_state
+from xmod_jax.training.evaluation import make_evaluator
+from xmod_jax.training.step import abstract_state, make_step
 
 PRODUCT = "data:2+fsdp:2+tensor:2"
 
@@ -91,6 +93,34 @@ def test_every_architecture_on_every_mesh_trains_as_on_one_device(others):
 @pytest.mark.drill
 def test_no_architecture_exchanges_activations_or_routing(others):
     check_collectives(others)
+
+
+@pytest.fixture(scope="module")
+def evaluated():
+    return json.loads(run_module("tests.training.mesh_evaluation", "xmod").stdout)
+
+
+@pytest.mark.slow
+def test_a_model_is_evaluated_on_every_mesh_as_on_one_device(evaluated):
+    want = evaluated["xmod one"]
+    assert len({want[f"loss_{name}"] for name in ("topk", "threshold", "calibrated")}) == 3
+    for mesh in (*mesh_evaluation.MESHES, "explicit"):
+        got = evaluated[f"xmod {mesh}"]
+        assert got.keys() == want.keys()
+        for name, value in want.items():
+            assert got[name] == pytest.approx(value, rel=2e-5), (mesh, name)
+
+
+@pytest.mark.slow
+def test_a_mesh_with_explicit_axes_trains_as_one_with_automatic_axes(evaluated):
+    assert evaluated["xmod explicit step"] == pytest.approx(evaluated["xmod step"], rel=1e-6)
+
+
+def test_a_mesh_with_other_axes_is_refused_in_one_line():
+    mesh = jax.make_mesh((1,), ("batch",))
+    for make in (functools.partial(make_step, small.run()), make_evaluator):
+        with pytest.raises(UserError, match=r"axes batch: .* data, fsdp and tensor"):
+            make(mesh)
 
 
 def test_a_mesh_is_parsed_and_told_as_it_was_given():

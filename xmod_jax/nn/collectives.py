@@ -151,6 +151,22 @@ def global_norm(tree: Any) -> jax.Array:
     )
 
 
+def matrices_at_once(stack: jax.Array, axes: tuple[str | None, str | None], limit: int) -> int:
+    """Matrices of a stack to give to `over_matrices` at once: equal turns, a multiple of devices.
+
+    Args:
+      stack: [..., M, N], of which this device holds its part.
+      axes: the mesh axes of its last two dimensions.
+      limit: bytes of the whole matrices that a device works on; it always takes one.
+    """
+    count = math.prod(stack.shape[:-2])
+    devices = _devices(_spread_over(AXES))
+    part = stack.shape[-2] * stack.shape[-1] * stack.dtype.itemsize
+    matrix = part * _devices(_spread_over(axes))
+    turns = -(-count // (devices * max(1, limit // matrix)))
+    return -(-count // (turns * devices)) * devices
+
+
 def over_matrices(
     function: Callable[[jax.Array], jax.Array],
     stack: jax.Array,

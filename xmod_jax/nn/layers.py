@@ -24,6 +24,7 @@ from xmod_jax.nn import collectives
 from xmod_jax.nn.attention import Saved, causal_attention, selected_attention
 
 INIT_STD = 0.02  # of every matrix, as Qwen3's initializer_range
+_ROWS = 4096  # of a sequence in an FFN at once; products of as many rows lose no speed
 
 
 class Phases(NamedTuple):
@@ -171,6 +172,25 @@ class SwiGLU(nnx.Module):
         return collectives.leave_tensor(out_BLD)
 
 
+def by_rows(
+    function: Callable[[jax.Array], jax.Array], x_BLD: jax.Array, rows: int = _ROWS
+) -> jax.Array:
+    """``function(x_BLD)``, of which each row of the result depends on that row alone.
+
+    Long sequences go through in parts of at most `rows`, backward too, where a part's values are
+    computed again: an FFN's [L, F] arrays are never whole.
+    """
+    B, L, D = x_BLD.shape
+    parts = -(-L // rows)
+    if parts == 1:
+        return function(x_BLD)
+    length = -(-L // parts)
+    whole_BLD = jnp.pad(x_BLD, ((0, 0), (0, parts * length - L), (0, 0)))
+    parts_nBLD = whole_BLD.reshape(B, parts, length, D).swapaxes(0, 1)
+    out_nBLD = jax.lax.map(jax.checkpoint(function, prevent_cse=False), parts_nBLD)
+    return out_nBLD.swapaxes(0, 1).reshape(B, parts * length, D)[:, :L]
+
+
 class DecoderBlock(nnx.Module):
     """Pre-norm attention and FFN; gives the two residuals instead of adding them."""
 
@@ -188,7 +208,7 @@ class DecoderBlock(nnx.Module):
         `saved` and the third result are those of `causal_attention`.
         """
         a_BLD, saved = self.attention(self.attention_norm(x_BLD), phases, saved)
-        return a_BLD, self.ffn(self.ffn_norm(x_BLD + a_BLD)), saved
+        return a_BLD, by_rows(lambda x_BLD: self.ffn(self.ffn_norm(x_BLD)), x_BLD + a_BLD), saved
 
 
 @jax.custom_vjp

@@ -126,6 +126,7 @@ def routed_stages(
     lead: Dense | None = None,
     lead_params: Any = None,
     reads_stream: bool = False,
+    into: Any = None,
 ) -> StageOutput:
     """Runs N equal stages: `routed_stage` and then `anchor`, if there is one, in each.
 
@@ -138,13 +139,15 @@ def routed_stages(
         (Routed-FFN: attention). The token-choice bias starts again behind it.
       lead_params: its parameters, every leaf [N, P, ...] for P intervals; P divides S.
       reads_stream: whether `update` also takes the whole stream and its data, with gradient.
+      into: sums like ``(params, (anchor_params, lead_params))``, which the gradients of these are
+        added to and then include: micro-batches so need one set of gradients, not two.
 
     The other arguments and the result are those of `routed_stage`.
     """
     count = routing.capacity(x_BLD.shape[1], sparsity)
     static = _Static(update, count, bias_scale, anchor, lead, reads_stream)
     dense_params = anchor_params, lead_params
-    return _stages(static, params, router_NSD, dense_params, x_BLD, positions, valid_BL)
+    return _stages(static, params, router_NSD, dense_params, x_BLD, positions, valid_BL, into)
 
 
 class _Static(NamedTuple):
@@ -157,8 +160,8 @@ class _Static(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _stages(static, params, router_NSD, dense_params, x_BLD, positions, valid_BL):
-    arguments = (params, router_NSD, dense_params, x_BLD, positions, valid_BL)
+def _stages(static, params, router_NSD, dense_params, x_BLD, positions, valid_BL, into):
+    arguments = (params, router_NSD, dense_params, x_BLD, positions, valid_BL, into)
     return _stages_forward(static, *arguments)[0]
 
 
@@ -184,6 +187,11 @@ def _write(tree: Any, new: Any, *index: Any) -> Any:
     return jax.tree.map(one, tree, new)
 
 
+def _add(tree: Any, new: Any, *index: Any) -> Any:
+    """The tree with leaf[index] += new; in place where the compiler may."""
+    return _write(tree, jax.tree.map(jnp.add, at(tree, *index), new), *index)
+
+
 def _apply(update, params, rows_BCD, positions_BC, z_BC, valid_BC, *stream):
     """New rows of one layer; rows of padding (selected only when nothing else is left) stay."""
     new_BCD = update(params, rows_BCD, positions_BC, jax.nn.sigmoid(z_BC), *stream)
@@ -198,7 +206,7 @@ def intervals(router_SD: jax.Array, lead_params: Any) -> jax.Array:
     return router_SD.reshape(count, -1, router_SD.shape[-1])
 
 
-def _stages_forward(static, params, router_NSD, dense_params, x_BLD, positions, valid_BL):
+def _stages_forward(static, params, router_NSD, dense_params, x_BLD, positions, valid_BL, into):
     anchor_params, lead_params = dense_params
 
     def interval(n, x_BLD, p, router_SD):
@@ -225,7 +233,7 @@ def _stages_forward(static, params, router_NSD, dense_params, x_BLD, positions, 
         return y_BLD, (aux, (x_BLD, sparse, saved))
 
     x_BLD, (aux, saved) = lax.scan(stage, x_BLD, jnp.arange(len(router_NSD)))
-    residuals = (params, router_NSD, dense_params, positions, valid_BL, saved)
+    residuals = (params, router_NSD, dense_params, positions, valid_BL, into, saved)
     return StageOutput(x_BLD, *aux), residuals
 
 
@@ -271,23 +279,25 @@ def _sparse_forward(static, params, index, router_SD, x_BLD, positions, valid_BL
 
 
 def _stages_backward(static, residuals, bars):
-    params, router_NSD, dense_params, positions, valid_BL, saved = residuals
+    params, router_NSD, dense_params, positions, valid_BL, into, saved = residuals
     anchor_params, lead_params = dense_params
-    fresh = lambda tree: jax.tree.map(lambda leaf: lax.empty(leaf.shape, leaf.dtype), tree)
+    fresh = lambda leaf: lax.empty(leaf.shape, leaf.dtype)
+    put, sums = (_add, into) if into else (_write, jax.tree.map(fresh, (params, dense_params)))
+    dparams, (danchors, dleads) = sums
 
     def interval(n, carry, p, router_SD, sparse, dalign_S):
         dx_BLD, x_BLD, dparams, dleads = carry
         layers, lead_saved = sparse
         arguments = (params, (n, p * len(router_SD)), router_SD, x_BLD, positions, valid_BL)
         dx_BLD, dparams, dw_SD = _sparse_backward(
-            static, *arguments, layers, dalign_S, dx_BLD, dparams
+            static, *arguments, layers, dalign_S, (dx_BLD, dparams), put
         )
         if static.lead is not None:
             x_BLD, lead_saved = lead_saved
             dlead, dx_BLD = static.lead.backward(
                 at(lead_params, n, p), x_BLD, positions, lead_saved, dx_BLD
             )
-            dleads = _write(dleads, dlead, n, p)
+            dleads = put(dleads, dlead, n, p)
         return (dx_BLD, x_BLD, dparams, dleads), dw_SD
 
     def stage(carry, item):
@@ -297,7 +307,7 @@ def _stages_backward(static, residuals, bars):
             danchor, dx_BLD = static.anchor.backward(
                 at(anchor_params, n), x_BLD, positions, anchor_saved, dx_BLD
             )
-            danchors = _write(danchors, danchor, n)
+            danchors = put(danchors, danchor, n)
         router_PSD = intervals(router_NSD[n], lead_params)
         items = (sparse, dalign_S.reshape(router_PSD.shape[:2]))
         carry = (dx_BLD, x_BLD, dparams, dleads)
@@ -306,15 +316,15 @@ def _stages_backward(static, residuals, bars):
         dx_BLD, _, dparams, dleads = carry
         return (dx_BLD, dparams, danchors, dleads), dw_PSD.reshape(router_NSD.shape[1:])
 
-    start = (bars.x_BLD, fresh(params), fresh(anchor_params), fresh(lead_params))
+    start = (bars.x_BLD, dparams, danchors, dleads)
     items = (jnp.arange(len(router_NSD)), saved, bars.alignment_S)
     carry, dw_NSD = lax.scan(stage, start, items, reverse=True)
     dx_BLD, dparams, *ddense = carry
-    return dparams, dw_NSD, tuple(ddense), dx_BLD, None, None
+    return dparams, dw_NSD, tuple(ddense), dx_BLD, None, None, None
 
 
 def _sparse_backward(
-    static, params, index, router_SD, x_BLD, positions, valid_BL, layers, dalign_S, dx_BLD, dparams
+    static, params, index, router_SD, x_BLD, positions, valid_BL, layers, dalign_S, gradients, put
 ):
     """Walks the sparse layers of an interval in reverse; see the module's head.
 
@@ -323,6 +333,7 @@ def _sparse_backward(
     to that version and to the routers, and start again from zero for the version before.
     """
     S, wide, (n, first) = len(router_SD), router_SD.dtype, index
+    dx_BLD, dparams = gradients
 
     def layer(carry, item):
         dx_BLD, x_BLD, g_BLS, dw_SD, dparams = carry
@@ -348,7 +359,7 @@ def _sparse_backward(
         dx_BLD = routing.put_rows(dx_BLD, idx_BC, drows_BCD)
         if dstream:
             dx_BLD += dstream[0]
-        return (dx_BLD, x_BLD, g_BLS, dw_SD, _write(dparams, dlayer, n, first + s)), None
+        return (dx_BLD, x_BLD, g_BLS, dw_SD, put(dparams, dlayer, n, first + s)), None
 
     zeros_BLS = jnp.zeros((*x_BLD.shape[:2], S), wide)
     start = (dx_BLD, x_BLD, zeros_BLS, jnp.zeros_like(router_SD), dparams)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 from typing import Any
 
@@ -22,6 +23,19 @@ def named_leaves(state: Any) -> dict[str, jax.Array]:
     return {jax.tree_util.keystr(path).lstrip("."): leaf for path, leaf in leaves}
 
 
+@dataclasses.dataclass(frozen=True)
+class Keep:
+    """Which checkpoints stay when newer ones are there.
+
+    Attributes:
+      newest: how many of the newest; None: as many as the run's configuration says.
+      every: steps between those that stay for good; 0 for none.
+    """
+
+    newest: int | None = None
+    every: int = 0
+
+
 class Checkpoints:
     """The checkpoints of one run directory.
 
@@ -35,6 +49,7 @@ class Checkpoints:
         config: RunConfig,
         data_hash: str,
         processes: Processes = ALONE,
+        keep: Keep | None = None,
     ) -> None:
         """Opens the checkpoints below a run directory.
 
@@ -43,13 +58,17 @@ class Checkpoints:
           config: the run; its hash and model are stored with every checkpoint.
           data_hash: fingerprint of the training data, stored likewise.
           processes: those that save and restore together; each holds its part of the state.
+          keep: which checkpoints stay; None: the newest ones alone.
         """
         self._folder = (directory / records.CHECKPOINTS).absolute()
         self._config = config
         self._data_hash = data_hash
         self._processes = processes
+        keep = keep or Keep()
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=config.train.keep_checkpoints, cleanup_tmp_directories=True
+            max_to_keep=keep.newest or config.train.keep_checkpoints,
+            keep_period=keep.every or None,
+            cleanup_tmp_directories=True,
         )
         self._manager = ocp.CheckpointManager(self._folder, options=options)
 

@@ -54,6 +54,7 @@ def _compiled(mesh: Mesh | None) -> Callable[[Decoder, np.ndarray, Route], dict[
     """`batch_statistics` of a batch that every process holds whole."""
     if mesh is None:
         return jit(batch_statistics)
+    sharding.check_axes(mesh)
 
     def on_mesh(model: Decoder, tokens_BL1: jax.Array, route: Route, spec: P) -> Any:
         specs = (sharding.specs(model), spec, P())

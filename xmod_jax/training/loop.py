@@ -20,7 +20,7 @@ from xmod_jax import accounting, records, sharding
 from xmod_jax.config import RunConfig
 from xmod_jax.data import pipeline, sources
 from xmod_jax.errors import UserError
-from xmod_jax.training.checkpoint import Checkpoints
+from xmod_jax.training.checkpoint import Checkpoints, Keep
 from xmod_jax.training.compilation import jit
 from xmod_jax.training.evaluation import make_evaluator
 from xmod_jax.training.preemption import Interrupted, Preempted, Watch
@@ -67,6 +67,7 @@ def train(
     progress: Callable[[Progress], None],
     shape: sharding.MeshShape | None = None,
     watch: Watch | None = None,
+    keep: Keep | None = None,
 ) -> dict[str, Any]:
     """Runs or resumes `config` in `directory` until it is DONE.
 
@@ -78,6 +79,7 @@ def train(
       progress: called after every step.
       shape: the mesh to train on, whatever mesh the run was on before; None: one device.
       watch: who is asked whether to leave; None: nobody.
+      keep: which checkpoints stay; None: the newest ones alone.
 
     Returns:
       The last evaluation record; an empty one in processes other than 0.
@@ -87,7 +89,7 @@ def train(
       Preempted: asked to leave; saved.
       UserError: data, disk, a mesh that does not fit, or a checkpoint of something else.
     """
-    watch = watch or Watch()
+    watch, keep = watch or Watch(), keep or Keep()
     shape = shape or sharding.MeshShape()
     shape.check(config)
     mesh = shape.make() if shape.size > 1 else None
@@ -98,8 +100,9 @@ def train(
             f"{dataset.name} has {dataset.vocab_size} token ids, the model only "
             f"{config.model.backbone.vocab_size}"
         )
-    with Checkpoints(directory, config, dataset.hash, watch.processes) as checkpoints:
-        return _Run(config, directory, dataset, checkpoints, progress, mesh, watch).go()
+    with Checkpoints(directory, config, dataset.hash, watch.processes, keep) as checkpoints:
+        saves = (config.train.checkpoint_every, keep.every)
+        return _Run(config, directory, dataset, checkpoints, saves, progress, mesh, watch).go()
 
 
 class _Run:
@@ -111,12 +114,14 @@ class _Run:
         directory: pathlib.Path,
         dataset: sources.Dataset | sources.Mixture,
         checkpoints: Checkpoints,
+        saves: tuple[int, ...],
         progress: Callable[[Progress], None],
         mesh: Mesh | None,
         watch: Watch,
     ) -> None:
         self.config, self.train, self.directory = config, config.train, directory
         self.checkpoints, self.progress, self.dataset = checkpoints, progress, dataset
+        self.saves = saves  # it does at the multiples of each of these steps
         self.mesh, self.watch, self.leads = mesh, watch, watch.processes.leads
         length, rows = self.train.context_length, self.train.batch_size
         part = (0, 1) if mesh is None else sharding.rows_of_process(mesh, rows)
@@ -157,7 +162,7 @@ class _Run:
             self._take_step()
             step = self.taken
             evaluates = self._due(step, self.train.eval_every)
-            saves = self._due(step, self.train.checkpoint_every)
+            saves = any(self._due(step, every) for every in self.saves)
             if evaluates or saves:
                 self._record_waiting()
             if evaluates:

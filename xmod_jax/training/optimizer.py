@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +16,7 @@ from xmod_jax.nn import collectives
 from xmod_jax.sharding import axes_of
 
 UPDATE_RMS = 0.2  # of a Muon update, times the learning rate: that of a typical AdamW update
+_BYTES_AT_ONCE = 1 << 26  # two matrices of the largest models; all those of a mini model
 _STACKED = {".sparse.": 2, ".lead.": 2, ".prefix.": 1, ".anchor.": 1}  # axes before a layer's own
 
 
@@ -60,12 +62,19 @@ class Momentum(NamedTuple):
     mean: Any
 
 
-def orthogonal_momentum(decay: float) -> optax.GradientTransformation:
+def orthogonal_momentum(
+    decay: float, bytes_at_once: int = _BYTES_AT_ONCE
+) -> optax.GradientTransformation:
     """Muon's update before its rate: Nesterov momentum, orthogonalised for every layer by itself.
 
     `optax.contrib.muon` with the same numbers, but for matrices that may lie in parts: only the
-    orthogonalisation needs them whole, and takes each on one device (`over_matrices`). The
-    root-mean-square of an update's elements is `UPDATE_RMS`.
+    orthogonalisation needs them whole, and takes each on one device (`over_matrices`), a few at a
+    time: a stack is rewritten in place, layers after layers, and never copied. The root-mean-square
+    of an update's elements is `UPDATE_RMS`.
+
+    Args:
+      decay: of the momentum.
+      bytes_at_once: whole matrices that a device orthogonalises at once; at least one.
     """
     newton_schulz = contrib.scale_by_muon(
         beta=0.0,
@@ -81,20 +90,66 @@ def orthogonal_momentum(decay: float) -> optax.GradientTransformation:
     def update(gradient: Any, state: Momentum, params: Any = None) -> tuple[Any, Momentum]:
         del params
         count = optax.safe_increment(state.steps)
-        mean = optax.tree.update_moment(gradient, state.mean, decay, 1)
-        ahead = optax.tree.bias_correction(mean, decay, optax.safe_increment(count))
-        now = optax.tree.bias_correction(gradient, decay, count)
 
-        def leaf(path: Any, ahead: jax.Array, now: jax.Array) -> jax.Array:
-            momentum = decay * ahead + (1 - decay) * now
-            return collectives.over_matrices(orthogonal, momentum, axes_of(path))
+        def leaf(path: Any, gradient: jax.Array, mean: jax.Array) -> tuple[jax.Array, ...]:
+            axes = axes_of(path)
 
-        return jax.tree_util.tree_map_with_path(leaf, ahead, now), Momentum(count, mean)
+            def layers(gradient_YMN: jax.Array, mean_YMN: jax.Array):
+                mean_YMN = optax.tree.update_moment(gradient_YMN, mean_YMN, decay, 1)
+                ahead_YMN = optax.tree.bias_correction(mean_YMN, decay, optax.safe_increment(count))
+                now_YMN = optax.tree.bias_correction(gradient_YMN, decay, count)
+                momentum_YMN = decay * ahead_YMN + (1 - decay) * now_YMN
+                return collectives.over_matrices(orthogonal, momentum_YMN, axes), mean_YMN
+
+            at_once = collectives.matrices_at_once(gradient, axes, bytes_at_once)
+            return _in_turns(layers, (gradient, mean), at_once)
+
+        pairs = jax.tree_util.tree_map_with_path(leaf, gradient, state.mean)
+        updates, mean = jax.tree.transpose(
+            jax.tree.structure(gradient), jax.tree.structure((0, 0)), pairs
+        )
+        return updates, Momentum(count, mean)
 
     def init(params: Any) -> Momentum:
         return Momentum(jnp.zeros((), jnp.int32), optax.tree.zeros_like(params))
 
     return optax.GradientTransformation(init, update)
+
+
+def _in_turns(
+    function: Callable[..., tuple[jax.Array, ...]], stacks: tuple[jax.Array, ...], at_once: int
+) -> tuple[jax.Array, ...]:
+    """``function(*stacks)``, of which each layer's result depends on that layer alone.
+
+    Some layers after others, written over what they came from, so that no second stack is held.
+
+    Args:
+      function: takes and gives stacks ``[Y, M, N]``.
+      stacks: [..., M, N] each, of equal shapes.
+      at_once: layers of a turn.
+    """
+    shape = stacks[0].shape
+    flat = tuple(stack.reshape(-1, *shape[-2:]) for stack in stacks)
+    count = len(flat[0])
+    if count <= at_once:
+        return tuple(stack.reshape(shape) for stack in function(*flat))
+
+    def turn(index: jax.Array, flat: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        # The last turn begins early enough to be whole, and leaves alone what is done.
+        start = jnp.minimum(index * at_once, count - at_once)
+        ahead_Y = start + jnp.arange(at_once) >= index * at_once
+        old = tuple(jax.lax.dynamic_slice_in_dim(stack, start, at_once) for stack in flat)
+        new = (
+            jnp.where(ahead_Y[:, None, None], new, old)
+            for new, old in zip(function(*old), old, strict=True)
+        )
+        return tuple(
+            jax.lax.dynamic_update_slice_in_dim(stack, new, start, 0)
+            for stack, new in zip(flat, new, strict=True)
+        )
+
+    flat = jax.lax.fori_loop(0, -(-count // at_once), turn, flat)
+    return tuple(stack.reshape(shape) for stack in flat)
 
 
 def clip(limit: float) -> optax.GradientTransformation:

@@ -6,7 +6,7 @@ Shapes: B sequences of a step, L context, S sparse layers of a stage.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,13 +19,16 @@ from jax.sharding import PartitionSpec as P
 
 from xmod_jax import sharding
 from xmod_jax.config import RunConfig
-from xmod_jax.model import Decoder, Thresholds, TopK
+from xmod_jax.model import Decoder, Stages, Thresholds, TopK
 from xmod_jax.nn import collectives
 from xmod_jax.nn.moe import ExpertBias, move_bias
 from xmod_jax.nn.routed_stage import StageOutput
 from xmod_jax.training.compilation import jit
 from xmod_jax.training.loss import cross_entropy
 from xmod_jax.training.optimizer import learning_rate, make_optimizer
+
+# Where a gradient's stages stand in the pair of it and its auxiliaries.
+_GROUPS = (jax.tree_util.SequenceKey(0), jax.tree_util.GetAttrKey("groups"))
 
 
 @jax.tree_util.register_dataclass
@@ -86,7 +89,10 @@ class Auxiliary(NamedTuple):
 
 
 def training_loss(
-    model: Decoder, tokens_BL1: jax.Array, alignment: float
+    model: Decoder,
+    tokens_BL1: jax.Array,
+    alignment: float,
+    into: Sequence[Stages] | None = None,
 ) -> tuple[jax.Array, Auxiliary]:
     """Mean loss of a batch, with the router alignment loss and MoE's balancing loss (SPEC 3, 4).
 
@@ -94,8 +100,9 @@ def training_loss(
       model: the decoder.
       tokens_BL1: int32 [B, L + 1], inputs and targets.
       alignment: coefficient of the alignment loss, itself a mean over tokens and sparse layers.
+      into: sums that the gradients of `model.groups` are added to.
     """
-    states_BLD, outputs = model(tokens_BL1[:, :-1], TopK())
+    states_BLD, outputs = model(tokens_BL1[:, :-1], TopK(), into=into)
     targets_BL = tokens_BL1[:, 1:]
     ones_BL = jnp.ones(targets_BL.shape, jnp.float32)
     loss = cross_entropy(states_BLD, model.whole_head(), targets_BL, ones_BL) / targets_BL.size
@@ -121,7 +128,11 @@ def accumulated_gradient(model: Decoder, tokens_BL1: jax.Array, alignment: float
     tokens = tokens_BL1.reshape(-1, parts, tokens_BL1.shape[1]).swapaxes(0, 1)
 
     def add(total, tokens):
-        return jax.tree.map(jnp.add, total, gradient(model, tokens, alignment)), None
+        sums, _ = total
+        new = gradient(model, tokens, alignment, sums.groups)
+        # The stages have added theirs where they stand.
+        plus = lambda path, sum, new: new if path[:2] == _GROUPS else sum + new
+        return jax.tree_util.tree_map_with_path(plus, total, new), None
 
     zeros = jax.tree.map(
         lambda leaf: jnp.zeros(leaf.shape, leaf.dtype),
@@ -173,6 +184,7 @@ def make_step(
     step = _make_local_step(config)
     if mesh is None:
         return step
+    sharding.check_axes(mesh)
     state, batch = sharding.specs(abstract_state(config)), P(sharding.BATCH_AXES)
     return jax.shard_map(
         step, mesh=mesh, in_specs=(state, batch), out_specs=(state, P()), check_vma=False
