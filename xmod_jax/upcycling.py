@@ -7,22 +7,13 @@ receives a gradient, so training opens it.
 
 from __future__ import annotations
 
-import enum
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from xmod_jax.config import ModelConfig, Sparse, Update
+from xmod_jax.config import ModelConfig, Sparse, SparseStart, Update
 from xmod_jax.errors import UserError
 from xmod_jax.model import Decoder
-
-
-class SparseStart(enum.StrEnum):
-    """What the sparse layers begin with: weights of their own, or those of their stage's anchor."""
-
-    NEW = "new"
-    COPIED = "copied"
 
 
 def upcycle(dense: Decoder, config: ModelConfig, start: SparseStart, *, rngs: nnx.Rngs) -> Decoder:
