@@ -159,6 +159,7 @@ def _save(tensors: dict[str, np.ndarray], path: pathlib.Path) -> None:
     from safetensors.numpy import save_file
 
     save_file(tensors, path, metadata={"format": "pt"})  # transformers insists on a format
+    path.chmod(path.parent.stat().st_mode & 0o666)  # the library leaves it to its owner alone
 
 
 def _shards(

@@ -99,7 +99,8 @@ class Checkpoints:
 
         Args:
           like: a state, or its shapes, dtypes and shardings (`abstract_state`): it is read into
-            these, whatever mesh wrote it; onto one device where there are none.
+            these, whatever mesh wrote it; onto one device where there are none. Without an
+            optimiser (None) nothing of the saved one is read.
 
         Where it cannot be read the one before is used; the unreadable are then set aside, told by
         a warning. Nothing is moved while none can be read.
@@ -151,7 +152,12 @@ class Checkpoints:
         }
         meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))
         self._check(meta["meta"], step)
-        items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
+        wanted = ocp.args.PyTreeRestore(
+            abstract,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
+            partial_restore=True,
+        )
+        items = ocp.args.Composite(state=wanted)
         leaves = self._manager.restore(step, args=items)["state"]
         structure = jax.tree.structure(like)
         state = jax.tree.unflatten(structure, [leaves[name] for name in named_leaves(like)])
