@@ -1,7 +1,7 @@
 """Scores the newest checkpoint of a run on tasks of lm-evaluation-harness (the extra eval).
 
     python -m experiments.evaluate --checkpoint=RUN_DIR --tasks=hellaswag,arc_easy,piqa
-    python -m experiments.evaluate --checkpoint=RUN_DIR --tasks=mine --include_path=TASKS --output=DIR
+    python -m experiments.evaluate --checkpoint=RUN_DIR --tasks=mine --include_path=DIR --output=DIR
 
 Routing is by threshold, which is causal. Tasks are the harness's own, which fetch their data, and
 those of --include_path: YAML files, whose data may be local JSON files (dataset_path: json and
@@ -71,7 +71,7 @@ def _tasks() -> tuple[Any, list[str]]:
 
     manager = TaskManager(include_path=_INCLUDE.value)
     found: list[str] = []
-    for name in _TASKS.value:
+    for name in _TASKS.value or ():
         matching = manager.match_tasks([name])
         if not matching:
             raise UserError(
@@ -95,17 +95,20 @@ def _evaluate(manager: Any, tasks: list[str]) -> tuple[dict[str, Any], Any]:
         "threshold": _THRESHOLD.value,
         "vocabulary": _VOCABULARY.value,
     }
-    results = simple_evaluate(
-        model=harness.NAME,
-        model_args={key: value for key, value in settings.items() if value is not None},
-        tasks=tasks,
-        num_fewshot=_FEWSHOT.value,
-        batch_size=_BATCH.value,
-        limit=_LIMIT.value,
-        task_manager=manager,
-        evaluation_tracker=tracker,
-        log_samples=_SAMPLES.value,
-    )
+    try:
+        results = simple_evaluate(
+            model=harness.NAME,
+            model_args={key: value for key, value in settings.items() if value is not None},
+            tasks=tasks,
+            num_fewshot=_FEWSHOT.value,
+            batch_size=_BATCH.value,
+            limit=_LIMIT.value,
+            task_manager=manager,
+            evaluation_tracker=tracker,
+            log_samples=_SAMPLES.value,
+        )
+    except (ConnectionError, FileNotFoundError) as error:  # of the library that fetches data
+        raise UserError(f"--tasks={','.join(tasks)}: data cannot be had: {error}") from error
     assert results is not None
     return results, tracker
 

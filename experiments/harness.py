@@ -23,7 +23,7 @@ from xmod_jax.data.tokenizer import Tokenizer, get_tokenizer
 from xmod_jax.errors import UserError
 from xmod_jax.inference.generate import Generator, Prompts
 from xmod_jax.inference.sampling import Sampling
-from xmod_jax.inference.scoring import Score, Scorer, padded_length, power_of_two
+from xmod_jax.inference.scoring import Scorer, padded_length, power_of_two
 from xmod_jax.inference.text import Stop, Text, generate
 from xmod_jax.model import Decoder, Threshold
 from xmod_jax.records import RunRecord
@@ -180,7 +180,7 @@ class XmodLM(TemplateLM):
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
         pairs = [([self.eot_token_id, *context], tokens) for _, context, tokens in requests]
-        scores = [tuple(score) for score in self._scorer.score(pairs)]
+        scores = [(total, greedy) for total, greedy in self._scorer.score(pairs)]
         for (texts, _, _), score in zip(requests, scores, strict=True):
             self.cache_hook.add_partial("loglikelihood", texts, score)
         return scores

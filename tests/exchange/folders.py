@@ -90,7 +90,7 @@ def make(
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         return tensors
     names = sorted(tensors)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for n in range(shards):
         file = f"model-{n + 1:05d}-of-{shards:05d}.safetensors"
         save_file({name: tensors[name] for name in names[n::shards]}, folder / file)

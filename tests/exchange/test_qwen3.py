@@ -17,10 +17,11 @@ from flax import nnx
 from tests.exchange import folders
 from tests.exchange.folders import CONFIG, EXPERTS
 from tests.test_model import make as make_model
-from xmod_jax.config import Compute
+from xmod_jax.config import Compute, MoE
 from xmod_jax.errors import UserError
 from xmod_jax.exchange import qwen3
 from xmod_jax.model import Decoder, Threshold
+from xmod_jax.nn.moe import MoEBlock
 
 TIED = CONFIG | {"tie_word_embeddings": True}
 IDS_L = np.random.default_rng(1).integers(0, 257, 11)
@@ -165,12 +166,12 @@ def test_what_qwen3_does_not_have_is_not_written(tmp_path):
     for name, message in [("xmod", "dense layers only"), ("moe", "no shared experts")]:
         with pytest.raises(UserError, match=message):
             qwen3.write(make_model(name), tmp_path / "out", 64)
-    moe = make_model("moe").config.moe
-    config = dataclasses.replace(make_model("moe").config, moe=dataclasses.replace(moe, shared=0))
+    config = dataclasses.replace(make_model("moe").config, moe=MoE(6, 2, 0, 5))
     with pytest.raises(UserError, match="by sigmoids"):
         qwen3.write(Decoder(config, rngs=nnx.Rngs(0)), tmp_path / "out", 64)
     folders.make(tmp_path / "theirs", EXPERTS)
     model = _read(tmp_path / "theirs").model
+    assert isinstance(model.prefix, MoEBlock)
     bias = model.prefix.ffn.bias
     bias[...] = bias[...] + 1
     with pytest.raises(UserError, match="selection bias"):

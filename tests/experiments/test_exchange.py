@@ -35,7 +35,8 @@ def test_a_folder_becomes_a_run_and_a_folder_again(tmp_path):
     assert (back / "model.safetensors.index.json").exists()
     again = _run(f"--checkpoint={tmp_path / 'again'}", f"--import_hf={back}")
     assert again.returncode == 0, again.stderr
-    assert RunRecord.load(tmp_path / "again").config.start.hash == record.config.start.hash
+    start = RunRecord.load(tmp_path / "again").config.start
+    assert start is not None and start.hash == record.config.start.hash
     assert {path.name for path in tmp_path.iterdir()} == {"theirs", "run", "back", "again"}
 
 

@@ -35,6 +35,7 @@ class Checkpoints:
         config: RunConfig,
         data_hash: str,
         processes: Processes = ALONE,
+        read_only: bool = False,
     ) -> None:
         """Opens the checkpoints below a run directory.
 
@@ -43,13 +44,17 @@ class Checkpoints:
           config: the run; its hash and model are stored with every checkpoint.
           data_hash: fingerprint of the training data, stored likewise.
           processes: those that save and restore together; each holds its part of the state.
+          read_only: change nothing there; another worker may be saving.
         """
         self._folder = (directory / records.CHECKPOINTS).absolute()
         self._config = config
         self._data_hash = data_hash
         self._processes = processes
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=config.train.keep_checkpoints, cleanup_tmp_directories=True
+            max_to_keep=config.train.keep_checkpoints,
+            cleanup_tmp_directories=not read_only,
+            read_only=read_only,
+            create=not read_only,
         )
         self._manager = ocp.CheckpointManager(self._folder, options=options)
 
@@ -132,6 +137,17 @@ class Checkpoints:
             "to train the run from its start"
         )
 
+    def restore_step(self, step: int, like: TrainState) -> TrainState:
+        """The checkpoint of one step in the structure of `like`; moves nothing.
+
+        Raises:
+          UserError: it is not there, cannot be read, or belongs to something else.
+        """
+        found, reason = self._try(step, like)
+        if found is None:
+            raise UserError(f"{self._folder / str(step)}: cannot be read ({reason})")
+        return found[0]
+
     def _try(
         self, step: int, like: TrainState
     ) -> tuple[tuple[TrainState, dict[str, Any]] | None, str]:
@@ -152,11 +168,14 @@ class Checkpoints:
         }
         meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))
         self._check(meta["meta"], step)
-        wanted = ocp.args.PyTreeRestore(
-            abstract,
-            restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
-            partial_restore=True,
-        )
+        wanted = ocp.args.StandardRestore(abstract)
+        if like.optimizer is None:
+            # A manager that has restored like this cannot save, but whoever saves has an optimiser.
+            wanted = ocp.args.PyTreeRestore(
+                abstract,
+                restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
+                partial_restore=True,
+            )
         items = ocp.args.Composite(state=wanted)
         leaves = self._manager.restore(step, args=items)["state"]
         structure = jax.tree.structure(like)
