@@ -11,7 +11,7 @@ from typing import Any
 from experiments.progress import Display, Progress
 from experiments.registry import Experiment
 from xmod_jax import records
-from xmod_jax.config import RunConfig, config_hash
+from xmod_jax.config import RunConfig, SparseStart, config_hash
 from xmod_jax.data import sources
 from xmod_jax.errors import UserError
 from xmod_jax.processes import ALONE, Processes
@@ -84,6 +84,30 @@ def with_starts(experiment: Experiment, given: str | None) -> Experiment:
         if (directory / records.CONFIG).exists():
             start = RunRecord.load(directory).config.start
             experiment = experiment.replace(dataclasses.replace(run, start=start))
+    return experiment
+
+
+def start_from(
+    experiment: Experiment, name: str, source: pathlib.Path, sparse: SparseStart
+) -> Experiment:
+    """The experiment whose run `name` starts from the newest checkpoint of another run.
+
+    A run that has started already needs the other no more; it must have started from it.
+
+    Raises:
+      UserError: it started from another one, or as `xmod_jax.training.start.find`.
+    """
+    run = experiment.run(name)
+    if run.start is not None and run.start.directory == str(source):
+        return experiment
+    # Only now: a mistake is told without loading what training needs.
+    from xmod_jax.training import start
+
+    found = start.find(source, run, sparse)
+    if run.start is None:
+        return experiment.replace(dataclasses.replace(run, start=found))
+    if run.start.hash != found.hash:
+        raise UserError(f"{name} started from {run.start.directory}, not from {source}")
     return experiment
 
 

@@ -15,7 +15,6 @@ on. Several processes train one run together when each is started with its --pro
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import pathlib
@@ -23,9 +22,8 @@ import pathlib
 from absl import flags
 
 from experiments import cli, cluster, runner, selection
-from experiments.registry import Experiment
 from xmod_jax import records
-from xmod_jax.config import RunConfig, SparseStart
+from xmod_jax.config import SparseStart
 from xmod_jax.errors import UserError
 from xmod_jax.records import RunRecord, Status
 
@@ -55,7 +53,8 @@ def main() -> int:
     experiment.run(_RUN.value)
     experiment = runner.with_starts(experiment, _WORKDIR.value)
     if _START_FROM.value:
-        experiment = _start(experiment, experiment.run(_RUN.value))
+        source = pathlib.Path(_START_FROM.value)
+        experiment = runner.start_from(experiment, _RUN.value, source, _START_SPARSE.value)
     run = experiment.run(_RUN.value)
     cluster.check([run])
     workdir = runner.choose_workdir(experiment, _WORKDIR.value)
@@ -75,22 +74,6 @@ def main() -> int:
     if watch.processes.leads:
         print(json.dumps(RunRecord.load(directory).final))
     return 0
-
-
-def _start(experiment: Experiment, run: RunConfig) -> Experiment:
-    """The experiment with the run started from what the flags say, or as it was already."""
-    given = pathlib.Path(_START_FROM.value or "")
-    if run.start is not None and run.start.directory == str(given):
-        return experiment
-    # Only now: a mistake is told without loading what training needs.
-    from xmod_jax.training import start
-
-    found = start.find(given, run, _START_SPARSE.value)
-    if run.start is None:
-        return experiment.replace(dataclasses.replace(run, start=found))
-    if run.start.hash != found.hash:
-        raise UserError(f"{run.name} started from {run.start.directory}, not from {given}")
-    return experiment
 
 
 if __name__ == "__main__":
