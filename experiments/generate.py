@@ -55,6 +55,8 @@ def main() -> None:
     if not trained.has_checkpoint(run):
         raise UserError(f"{run.directory}: it has no checkpoint yet: train it first")
     # Only now: a mistake is told without loading what models need.
+    from flax import nnx
+
     from xmod_jax.data.tokenizer import get_tokenizer
     from xmod_jax.inference.generate import Generator, Prompts
     from xmod_jax.inference.sampling import Sampling
@@ -66,12 +68,11 @@ def main() -> None:
     state, dataset = trained.load(run)
     model = state.model
     thresholds = model.thresholds() if _THRESHOLD.value == "paper" else state.thresholds
-    del state  # the optimiser's part is as large as the model
     tokenizer = get_tokenizer(dataset.tokenizer, _VOCABULARY.value)
     # Training shows every document behind an end-of-text token, so a prompt starts behind one too.
     ids = [[tokenizer.end_of_text, *tokenizer.encode(prompt).tolist()] for prompt in prompts]
     # Ids that no text has, of a vocabulary larger than the tokenizer's, are never drawn.
-    model.head[...] = model.head[...][:, : tokenizer.vocab_size]
+    model.head = nnx.Param(model.head[...][:, : tokenizer.vocab_size])
     generator = Generator(model, Threshold(thresholds), max_routed=_MAX_ROUTED.value)
     texts = [Text(tokenizer, stop) for _ in prompts]
     stream = _FORMAT.value == "text" and len(prompts) == 1

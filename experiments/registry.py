@@ -69,6 +69,11 @@ class Experiment:
         chosen = [self.run(name) for name in names]
         return tuple(run for run in self.runs if not names or run in chosen)
 
+    def replace(self, changed: RunConfig) -> Experiment:
+        """The same experiment with another configuration of the run of that name."""
+        runs = tuple(changed if run.name == changed.name else run for run in self.runs)
+        return dataclasses.replace(self, runs=runs)
+
     def override(self, seed: int | None = None, data: str | None = None) -> Experiment:
         """The same experiment with another seed or source of data; None keeps what it has."""
         runs = []

@@ -11,11 +11,11 @@ from typing import Any
 from experiments.progress import Display, Progress
 from experiments.registry import Experiment
 from xmod_jax import records
-from xmod_jax.config import RunConfig, config_hash
+from xmod_jax.config import RunConfig, SparseStart, config_hash
 from xmod_jax.data import sources
 from xmod_jax.errors import UserError
 from xmod_jax.processes import ALONE, Processes
-from xmod_jax.records import RunClaimed, Status
+from xmod_jax.records import RunClaimed, RunRecord, Status
 
 Train = Callable[[RunConfig, pathlib.Path, Callable[[Progress], None]], Any]
 
@@ -55,7 +55,7 @@ def choose_workdir(experiment: Experiment, given: str | None) -> pathlib.Path:
       UserError: it is a file, holds another experiment or scale, or a run of another configuration
         (names the first field that differs).
     """
-    workdir = pathlib.Path(given or f"runs/{experiment.name}_{experiment.scale}")
+    workdir = _workdir(experiment, given)
     if workdir.exists() and not workdir.is_dir():
         raise UserError(f"--workdir={workdir} is a file: choose a folder")
     if (workdir / records.SWEEP).exists():
@@ -71,6 +71,48 @@ def choose_workdir(experiment: Experiment, given: str | None) -> pathlib.Path:
     for run in experiment.runs:
         records.check_same_run(workdir / run.name, run)
     return workdir
+
+
+def with_starts(experiment: Experiment, given: str | None) -> Experiment:
+    """The experiment whose runs start as those in its work directory did (`RunConfig.start`).
+
+    Raises:
+      UserError: a run directory that cannot be read.
+    """
+    for run in experiment.runs:
+        directory = _workdir(experiment, given) / run.name
+        if (directory / records.CONFIG).exists():
+            start = RunRecord.load(directory).config.start
+            experiment = experiment.replace(dataclasses.replace(run, start=start))
+    return experiment
+
+
+def start_from(
+    experiment: Experiment, name: str, source: pathlib.Path, sparse: SparseStart
+) -> Experiment:
+    """The experiment whose run `name` starts from the newest checkpoint of another run.
+
+    A run that has started already needs the other no more; it must have started from it.
+
+    Raises:
+      UserError: it started from another one, or as `xmod_jax.training.start.find`.
+    """
+    run = experiment.run(name)
+    if run.start is not None and run.start.directory == str(source):
+        return experiment
+    # Only now: a mistake is told without loading what training needs.
+    from xmod_jax.training import start
+
+    found = start.find(source, run, sparse)
+    if run.start is None:
+        return experiment.replace(dataclasses.replace(run, start=found))
+    if run.start.hash != found.hash:
+        raise UserError(f"{name} started from {run.start.directory}, not from {source}")
+    return experiment
+
+
+def _workdir(experiment: Experiment, given: str | None) -> pathlib.Path:
+    return pathlib.Path(given or f"runs/{experiment.name}_{experiment.scale}")
 
 
 _HELD = len(Status)  # beside the places of statuses: another worker has the run

@@ -5,6 +5,10 @@
 The work directory is that of the experiment's sweep: the run gets a folder in it, and a sweep with
 the same flags takes it over where this command stopped.
 
+With --start_from the run begins with the weights of another one instead of random ones: a dense
+run's, from which an X-MoD run is upcycled, or those of the same model. Its first evaluation is that
+of these weights. The run directory keeps them and where they are from: it resumes without the flag.
+
 On SIGTERM or SIGUSR1 the run saves and the command exits with status 75: start it again and it goes
 on. Several processes train one run together when each is started with its --process_index.
 """
@@ -13,11 +17,13 @@ from __future__ import annotations
 
 import functools
 import json
+import pathlib
 
 from absl import flags
 
 from experiments import cli, cluster, runner, selection
 from xmod_jax import records
+from xmod_jax.config import SparseStart
 from xmod_jax.errors import UserError
 from xmod_jax.records import RunRecord, Status
 
@@ -26,6 +32,15 @@ _WORKDIR = flags.DEFINE_string(
     "workdir", None, "folder of the sweep (default: runs/<experiment>_<scale>)"
 )
 _RETRY_FAILED = flags.DEFINE_bool("retry_failed", False, "train a failed run again")
+_START_FROM = flags.DEFINE_string(
+    "start_from", None, "run directory whose newest checkpoint the run starts from"
+)
+_START_SPARSE = flags.DEFINE_enum_class(
+    "start_sparse",
+    SparseStart.NEW,
+    SparseStart,
+    "what new sparse layers start with: weights of their own, or copies of their stage's anchor",
+)
 flags.adopt_module_key_flags(selection)
 flags.adopt_module_key_flags(cluster)
 
@@ -35,6 +50,11 @@ def main() -> int:
     experiment = selection.selected()
     if not _RUN.value:
         raise UserError(f"--run is missing; known: {', '.join(r.name for r in experiment.runs)}")
+    experiment.run(_RUN.value)
+    experiment = runner.with_starts(experiment, _WORKDIR.value)
+    if _START_FROM.value:
+        source = pathlib.Path(_START_FROM.value)
+        experiment = runner.start_from(experiment, _RUN.value, source, _START_SPARSE.value)
     run = experiment.run(_RUN.value)
     cluster.check([run])
     workdir = runner.choose_workdir(experiment, _WORKDIR.value)

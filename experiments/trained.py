@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from xmod_jax import records
@@ -21,6 +22,8 @@ def has_checkpoint(run: RunRecord) -> bool:
 def load(run: RunRecord) -> tuple[TrainState, Dataset | Mixture]:
     """The state of a run's newest checkpoint, and the data that it was trained on.
 
+    The optimiser's part, as large as the model, is not read: it is None.
+
     Raises:
       RunClaimed: a worker trains the run now.
       UserError: no whole checkpoint, or one of something else.
@@ -38,5 +41,6 @@ def load(run: RunRecord) -> tuple[TrainState, Dataset | Mixture]:
     ):
         if saved.latest is None:
             raise UserError(f"{run.directory}: no whole checkpoint yet: resume the run first")
-        state, _ = saved.restore(abstract_state(run.config))
+        like = dataclasses.replace(abstract_state(run.config), optimizer=None)
+        state, _ = saved.restore(like)
     return state, dataset

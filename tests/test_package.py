@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import configparser
 import importlib.metadata
+import itertools
 import pathlib
 import re
 import sys
@@ -35,8 +36,8 @@ def _requirements(extra: str | None = None) -> list[Requirement]:
     return [Requirement(line) for line in _lines(text)]
 
 
-def _locked() -> dict[str, Version]:
-    pins = [line.split("==") for line in _lines((_ROOT / "requirements.lock").read_text())]
+def _locked(name: str = "requirements.lock") -> dict[str, Version]:
+    pins = [line.split("==") for line in _lines((_ROOT / name).read_text())]
     return {canonicalize_name(name): Version(version) for name, version in pins}
 
 
@@ -45,8 +46,9 @@ def test_version_matches_metadata() -> None:
 
 
 def test_every_dependency_has_both_bounds_and_is_locked_within_them() -> None:
-    locked = _locked()
-    for requirement in [*_requirements(), *_requirements("test"), *_requirements("cuda")]:
+    locked = _locked("requirements-hf.lock") | _locked()
+    extras = ("test", "cuda", "exchange", "eval", "hf")
+    for requirement in [*_requirements(), *itertools.chain(*map(_requirements, extras))]:
         operators = {specifier.operator for specifier in requirement.specifier}
         assert operators == {">=", "<"}, requirement
         version = locked[canonicalize_name(requirement.name)]
@@ -70,6 +72,12 @@ def test_lock_holds_what_the_package_needs_and_no_more() -> None:
             if marker is None or any(marker.evaluate({"extra": extra}) for extra in extras):
                 waiting.append(inner)
     assert needed == set(_locked())
+
+
+def test_what_only_some_tests_need_is_locked_apart() -> None:
+    apart = _locked("requirements-hf.lock")
+    assert {"torch", "transformers", "lm-eval"} <= set(apart)
+    assert not set(apart) & set(_locked())
 
 
 def _module_level_imports(path: pathlib.Path) -> set[str]:
@@ -102,6 +110,13 @@ def test_only_the_library_is_packaged() -> None:
 
 def test_no_package_registry_is_named() -> None:
     # The user's own pip or uv settings decide where packages come from.
-    for name in ("requirements.lock", "setup.cfg", "pyproject.toml", "launch/local.sh", ".ci/run"):
+    for name in (
+        "requirements.lock",
+        "requirements-hf.lock",
+        "setup.cfg",
+        "pyproject.toml",
+        "launch/local.sh",
+        ".ci/run",
+    ):
         text = (_ROOT / name).read_text()
         assert not re.search(r"index-url|find-links|https?://", text), name

@@ -15,7 +15,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xmod_jax import accounting, records
-from xmod_jax.config import Backbone, ModelConfig, RunConfig, TrainConfig, config_hash
+from xmod_jax.config import (
+    Backbone,
+    ModelConfig,
+    MoE,
+    RunConfig,
+    Scores,
+    SparseStart,
+    Start,
+    TrainConfig,
+    config_hash,
+    from_dict,
+    to_dict,
+)
 from xmod_jax.errors import UserError
 from xmod_jax.hierarchy import Hierarchy
 
@@ -50,6 +62,20 @@ def test_config_json_holds_hash_config_and_accounting(tmp_path):
     assert run.config == CONFIG
     assert run.hash == config_hash(CONFIG)
     assert run.accounting == accounting.summary(MODEL, 32)
+
+
+def test_a_field_that_older_runs_lack_changes_no_hash_at_its_default(tmp_path):
+    """The hashes are those of runs that were trained before `MoE.scores` and `RunConfig.start`."""
+    moe = dataclasses.replace(MODEL, hierarchy=Hierarchy.dense(2), moe=MoE(6, 2, 1, 5))
+    experts = dataclasses.replace(CONFIG, model=moe)
+    assert (config_hash(CONFIG), config_hash(experts)) == ("c547650c6d196e01", "8fdfe3f2b9e46005")
+    started = dataclasses.replace(CONFIG, start=Start("there", "0123", 4, SparseStart.COPIED))
+    moved = dataclasses.replace(started, start=Start("elsewhere", "0123", 4, SparseStart.COPIED))
+    assert config_hash(CONFIG) != config_hash(started) == config_hash(moved)
+    records.prepare(tmp_path, started)
+    assert records.RunRecord.load(tmp_path).config == started
+    softmax = dataclasses.replace(moe, moe=MoE(6, 2, 1, 5, scores=Scores.SOFTMAX))
+    assert from_dict(ModelConfig, to_dict(softmax)) == softmax != moe
 
 
 def test_another_configuration_is_refused_naming_the_first_difference(tmp_path):

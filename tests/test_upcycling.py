@@ -12,12 +12,12 @@ import pytest
 from flax import nnx
 
 from tests.test_model import ARCHITECTURES, TINY, make, run, tokens
-from xmod_jax.config import ModelConfig, Routing
+from xmod_jax.config import ModelConfig, Routing, SparseStart
 from xmod_jax.errors import UserError
 from xmod_jax.hierarchy import Hierarchy
 from xmod_jax.model import Decoder, Threshold, TopK
 from xmod_jax.training.step import training_loss
-from xmod_jax.upcycling import SparseStart, upcycle
+from xmod_jax.upcycling import upcycle
 
 SHORT = ModelConfig(TINY, Hierarchy.from_name("A2K2", active_depth=6, prefix=1), Routing())
 DENSE_LAYERS = SHORT.hierarchy.prefix + sum(group.count for group in SHORT.hierarchy.groups)

@@ -45,6 +45,26 @@ class Compute(enum.StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+class Scores(enum.StrEnum):
+    """How the logits of a MoE router weigh the experts that a token passes."""
+
+    SIGMOID = "sigmoid"  # sigmoids of the chosen, scaled to a mean of 1
+    SOFTMAX = "softmax"  # softmax among the chosen: a sum of 1 (Qwen3-MoE, norm_topk_prob)
+    SOFTMAX_ALL = "softmax_all"  # softmax among all experts (Qwen3-MoE without it)
+
+
+class SparseStart(enum.StrEnum):
+    """What the sparse layers of an upcycled model begin with."""
+
+    NEW = "new"  # weights of their own
+    COPIED = "copied"  # those of their stage's anchor
+
+
+# Metadata of a field that older configurations lack: at its default the JSON form leaves it out, so
+# that a run keeps its hash when a later version can do more.
+_ADDED = {"added": True}
+
+
 def _positive(owner: object, *names: str) -> None:
     for name in names:
         value = getattr(owner, name)
@@ -147,6 +167,7 @@ class MoE:
       balance: coefficient of the auxiliary load-balancing loss.
       bias_rate: step of the auxiliary-loss-free balancing, per optimiser step: an expert's
         selection bias moves by this much against its load.
+      scores: how a token's experts are weighed.
     """
 
     experts: int
@@ -155,6 +176,7 @@ class MoE:
     d_expert: int
     balance: float = 1e-3
     bias_rate: float = 1e-3
+    scores: Scores = dataclasses.field(default=Scores.SIGMOID, metadata=_ADDED)
 
     def __post_init__(self) -> None:
         _positive(self, "experts", "active", "d_expert")
@@ -302,6 +324,24 @@ class DataConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class Start:
+    """The weights that a run starts from instead of random ones.
+
+    Attributes:
+      directory: where they were read: a run directory, or a folder of another library. A label:
+        the folder may move.
+      hash: identity of what was read: the run's `config_hash`, or that of the imported weights.
+      step: of the checkpoint.
+      sparse: what sparse layers that the weights do not hold begin with.
+    """
+
+    directory: str
+    hash: str
+    step: int = 0
+    sparse: SparseStart = SparseStart.NEW
+
+
+@dataclasses.dataclass(frozen=True)
 class RunConfig:
     """Everything that defines a run; what a run directory's config.json holds.
 
@@ -311,6 +351,7 @@ class RunConfig:
       architecture: ``"dense"``, ``"mod"``, ``"xmod"``, ...
       family: backbone family; runs are compared with the dense curve of their family.
       scale: ``"mini"`` or ``"paper"``.
+      start: weights that it starts from; None: random ones.
     """
 
     experiment: str
@@ -321,11 +362,25 @@ class RunConfig:
     model: ModelConfig
     train: TrainConfig
     data: DataConfig = DataConfig()
+    start: Start | None = dataclasses.field(default=None, metadata=_ADDED)
 
 
 def to_dict(config: Any) -> dict[str, Any]:
     """Nested plain dictionary of a configuration, ready for JSON."""
-    return json.loads(json.dumps(dataclasses.asdict(config)))
+    return typing.cast(dict[str, Any], json.loads(json.dumps(_plain(config))))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(entry) for entry in value]
+    if not dataclasses.is_dataclass(value):
+        return value
+    entries = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
+    return {
+        field.name: _plain(entry)
+        for field, entry in entries
+        if not (field.metadata == _ADDED and entry == field.default)
+    }
 
 
 def from_dict(kind: type[T], values: dict[str, Any]) -> T:
@@ -356,8 +411,10 @@ def _build(kind: Any, value: Any, where: str) -> Any:
 
 
 def config_hash(config: RunConfig) -> str:
-    """Identity of a run's computation: model, training and data, not its labels."""
+    """Identity of a run's computation: model, training, data and start, not its labels."""
     parts = [to_dict(config.model), to_dict(config.train), to_dict(config.data)]
+    if config.start is not None:
+        parts.append(to_dict(dataclasses.replace(config.start, directory="")))
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 

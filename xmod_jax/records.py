@@ -43,7 +43,7 @@ _LABELS = ("scale",)  # of a record; all else in it are numbers
 # What every evaluation holds.
 _EVALUATED = ("tokens", "flops", "loss_topk", "loss_threshold", "loss_calibrated")
 # The fields that `config_hash` covers: the others are labels.
-_HASHED = ("model", "train", "data")
+_HASHED = ("model", "train", "data", "start")
 
 Path = str | os.PathLike[str]
 Record = dict[str, Any]
@@ -250,7 +250,7 @@ def check_same_run(directory: Path, config: RunConfig) -> None:
     if not isinstance(theirs, dict):
         raise UserError(f"{path}: no run's configuration: choose another work directory")
     difference = first_difference(
-        {name: theirs.get(name) for name in _HASHED}, {name: ours[name] for name in _HASHED}
+        {name: theirs.get(name) for name in _HASHED}, {name: ours.get(name) for name in _HASHED}
     )
     raise UserError(
         f"{directory} holds a run of another configuration ({difference or 'its hash differs'}): "

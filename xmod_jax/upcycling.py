@@ -7,22 +7,13 @@ receives a gradient, so training opens it.
 
 from __future__ import annotations
 
-import enum
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from xmod_jax.config import ModelConfig, Sparse, Update
+from xmod_jax.config import ModelConfig, Sparse, SparseStart, Update
 from xmod_jax.errors import UserError
 from xmod_jax.model import Decoder
-
-
-class SparseStart(enum.StrEnum):
-    """What the sparse layers begin with: weights of their own, or those of their stage's anchor."""
-
-    NEW = "new"
-    COPIED = "copied"
 
 
 def upcycle(dense: Decoder, config: ModelConfig, start: SparseStart, *, rngs: nnx.Rngs) -> Decoder:
@@ -39,7 +30,7 @@ def upcycle(dense: Decoder, config: ModelConfig, start: SparseStart, *, rngs: nn
     Raises:
       UserError: the architectures do not fit each other; says how.
     """
-    _check(dense.config, config)
+    check(dense.config, config)
     model = Decoder(config, rngs=rngs)
     model.embedding, model.final_norm, model.head = dense.embedding, dense.final_norm, dense.head
     layers, used = dense.prefix, config.hierarchy.prefix
@@ -58,7 +49,8 @@ def upcycle(dense: Decoder, config: ModelConfig, start: SparseStart, *, rngs: nn
     return model
 
 
-def _check(dense: ModelConfig, config: ModelConfig) -> None:
+def check(dense: ModelConfig, config: ModelConfig) -> None:
+    """Refuses architectures that `upcycle` cannot bring together, with one line."""
     if dense.hierarchy.groups or dense.moe is not None:
         raise UserError("upcycling starts from a dense model without experts")
     routing, groups = config.routing, config.hierarchy.groups

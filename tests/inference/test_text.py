@@ -105,10 +105,16 @@ def test_draws_follow_the_probabilities_and_their_seed_and_not_the_neighbours():
     logits_BV = jnp.broadcast_to(jnp.log(jnp.array([0.1, 0.6, 0.3])), (count, 3))
     draw = jax.jit(sample, static_argnums=1)
     position_B = jnp.zeros(count, jnp.int32)
-    drawn = np.asarray(draw(logits_BV, sampling, keys(7, count), position_B))
+    drawn = np.asarray(draw(logits_BV, sampling, keys(7, np.arange(count)), position_B))
     want = np.array([0.01, 0.36, 0.09]) / 0.46
     np.testing.assert_allclose(np.bincount(drawn, minlength=3) / count, want, atol=0.03)
-    assert np.array_equal(drawn[:5], sample(logits_BV[:5], sampling, keys(7, 5), position_B[:5]))
-    assert not np.array_equal(drawn, draw(logits_BV, sampling, keys(8, count), position_B))
-    assert not np.array_equal(drawn, draw(logits_BV, sampling, keys(7, count), position_B + 1))
-    assert sample(logits_BV[:1], Sampling(), keys(0, 1), position_B[:1]).tolist() == [1]
+    assert np.array_equal(
+        drawn[:5], sample(logits_BV[:5], sampling, keys(7, np.arange(5)), position_B[:5])
+    )
+    assert not np.array_equal(
+        drawn, draw(logits_BV, sampling, keys(8, np.arange(count)), position_B)
+    )
+    assert not np.array_equal(
+        drawn, draw(logits_BV, sampling, keys(7, np.arange(count)), position_B + 1)
+    )
+    assert sample(logits_BV[:1], Sampling(), keys(0, np.arange(1)), position_B[:1]).tolist() == [1]

@@ -118,8 +118,10 @@ class Generator:
             bound += T
             cache, last_BD = self._extend(self.model, self.route, cache, part_BT, count_B, last_BD)
         if self._bounded:
-            full = self._fullest(cache)
-            cache = self._resize(cache, max(planned, caches.round_up(full + reserve)))
+            need, rows = self._fullest(cache) + reserve, planned
+            while rows < need:  # few sizes, since every one compiles anew
+                rows = caches.round_up(int(_GROWTH * rows))
+            cache = self._resize(cache, rows)
         return cache, self.model.logits(last_BD[:, None])[:, 0]
 
     def stream(
@@ -128,18 +130,22 @@ class Generator:
         max_tokens: int,
         sampling: Sampling | None = None,
         seed: int = 0,
+        name_B: np.ndarray | None = None,
     ) -> Stream[np.ndarray, np.ndarray | None, None]:
         """Yields the next tokens int32 [B] of all sequences, `max_tokens` times at most.
 
         ``send(stopped_B)`` (bool) in place of ``next`` says which sequences need no more tokens:
         they route nothing from then on, and what is yielded for them means nothing.
 
+        Draws depend on `seed` and on a sequence's `name_B` (uint32; None: its place in the batch).
+
         Raises:
           UserError: a sparse layer gets more than `max_routed` tokens.
         """
         sampling = sampling or Sampling()
         cache, logits_BV = self.prefill(prompts, max_tokens)
-        keys_B = sampler.keys(seed, len(prompts.length_B))
+        places_B = np.arange(len(prompts.length_B), dtype=np.uint32)
+        keys_B = sampler.keys(seed, places_B if name_B is None else name_B)
         token_B = sampler.sample(logits_BV, sampling, keys_B, cache.length_B)
         running_B = np.ones(len(prompts.length_B), bool)
         bound = _UNBOUNDED  # asked for at the first step

@@ -10,6 +10,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from xmod_jax.errors import UserError
 
@@ -37,9 +38,12 @@ class Sampling:
             raise UserError(f"top_p must be above 0 and at most 1, got {self.top_p}")
 
 
-def keys(seed: int, batch: int) -> jax.Array:
-    """A random key for every sequence [B]: its draws do not depend on its neighbours."""
-    return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(batch))
+def keys(seed: int, name_B: np.ndarray) -> jax.Array:
+    """A random key for every sequence [B]: its draws do not depend on its neighbours.
+
+    `name_B`, uint32, tells the sequences of a seed apart.
+    """
+    return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.asarray(name_B))
 
 
 def sample(

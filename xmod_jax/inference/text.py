@@ -127,12 +127,13 @@ def generate(
     max_tokens: int,
     sampling: Sampling | None = None,
     seed: int = 0,
+    name_B: np.ndarray | None = None,
 ) -> Iterator[list[str]]:
     """Fills one text for every prompt; yields what is new of each, token by token.
 
     The last yield is what the texts held back. Raises as `Generator.stream`.
     """
-    stream = generator.stream(prompts, max_tokens, sampling, seed)
+    stream = generator.stream(prompts, max_tokens, sampling, seed, name_B)
     stopped_B: np.ndarray | None = None
     while stopped_B is None or not stopped_B.all():
         try:

@@ -51,13 +51,19 @@ def collect(paths: Iterable[pathlib.Path], loss: Loss = Loss.CALIBRATED) -> Coll
     """
     runs = records.find_runs(paths)
     finished = [run for run in runs if run.final is not None]
-    used = [run for run in finished if run.config.architecture in _DESCRIBED]
+    fresh = [run for run in finished if run.config.start is None]
+    used = [run for run in fresh if run.config.architecture in _DESCRIBED]
     notes = []
+    if len(fresh) < len(finished):
+        # Their FLOPs do not count what their weights had cost before.
+        notes.append(
+            f"left out {len(finished) - len(fresh)} runs that start from another's weights"
+        )
     if len(finished) < len(runs):
         notes.append(f"left out {len(runs) - len(finished)} runs that are not finished")
-    if others := sorted({run.config.architecture for run in finished} - set(_DESCRIBED)):
+    if others := sorted({run.config.architecture for run in fresh} - set(_DESCRIBED)):
         notes.append(
-            f"left out {len(finished) - len(used)} runs that the law does not describe "
+            f"left out {len(fresh) - len(used)} runs that the law does not describe "
             f"({', '.join(others)})"
         )
     if not used:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from xmod_jax.config import Backbone, MoE
+from xmod_jax.config import Backbone, MoE, Scores
 from xmod_jax.nn import collectives
 from xmod_jax.nn.attention import Saved
 from xmod_jax.nn.grouped import Groups, block_rows, collect, grouped_matmul, sort_by_group, spread
@@ -53,7 +53,7 @@ class Choice(NamedTuple):
 class Experts(nnx.Module):
     """Routed experts, a router over them, and the shared experts as one FFN of their joint width.
 
-    A token's routed part is the sum of its chosen experts, weighted by their sigmoid scores, which
+    A token's routed part is the sum of its chosen experts, weighted by their scores. Sigmoid scores
     are scaled to a mean of 1: with equal scores it is a dense FFN of the same active width.
     """
 
@@ -65,7 +65,7 @@ class Experts(nnx.Module):
         self.up = matrix(rngs, X, d_model, F)
         self.down = matrix(rngs, X, F, d_model)
         self.shared = SwiGLU(d_model, config.shared * F, rngs=rngs) if config.shared else None
-        self.active = config.active
+        self.active, self.scores = config.active, config.scores
 
     def __call__(
         self, x_BLD: jax.Array, valid_BL: jax.Array | None, choice: Choice | None
@@ -75,7 +75,8 @@ class Experts(nnx.Module):
         x_TD = x_BLD.reshape(B * L, D)
         valid_T = jnp.ones(B * L, bool) if valid_BL is None else valid_BL.reshape(-1)
         wide = jnp.promote_types(jnp.float32, x_BLD.dtype)
-        score_TX = jax.nn.sigmoid(jnp.matmul(x_TD.astype(wide), self.router[...].astype(wide)))
+        squash = jax.nn.sigmoid if self.scores is Scores.SIGMOID else jax.nn.softmax
+        score_TX = squash(jnp.matmul(x_TD.astype(wide), self.router[...].astype(wide)))
         X = score_TX.shape[1]
         block = block_rows(B * L * self.active, X)
         if choice is None:
@@ -86,7 +87,7 @@ class Experts(nnx.Module):
             choice = Choice(expert_Tk, sort_by_group(expert_Tk, X, block))
         groups = choice.groups
         chosen_Tk = jnp.take_along_axis(score_TX, jnp.minimum(choice.expert_Tk, X - 1), axis=1)
-        weight_Tk = self.active * chosen_Tk / jnp.sum(chosen_Tk, axis=1, keepdims=True)
+        weight_Tk = self._weights(chosen_Tk)
         # On a mesh with `tensor` every device has a part of each expert's columns.
         x_TD, weight_Tk = collectives.enter_tensor((x_TD, weight_Tk))
         rows_MD = spread(x_TD, groups)
@@ -97,6 +98,13 @@ class Experts(nnx.Module):
         if self.shared is not None:
             out_BLD = out_BLD + self.shared(x_BLD)
         return out_BLD, _balance(score_TX, groups.size_X, valid_T, self.active), choice
+
+    def _weights(self, chosen_Tk: jax.Array) -> jax.Array:
+        """Weights of the chosen experts from their scores."""
+        if self.scores is Scores.SOFTMAX_ALL:
+            return chosen_Tk
+        total = self.active if self.scores is Scores.SIGMOID else 1
+        return total * chosen_Tk / jnp.sum(chosen_Tk, axis=1, keepdims=True)
 
 
 def _balance(score_TX, size_X, valid_T, active) -> ExpertOutput:

@@ -50,6 +50,7 @@ class Checkpoints:
         data_hash: str,
         processes: Processes = ALONE,
         keep: Keep | None = None,
+        read_only: bool = False,
     ) -> None:
         """Opens the checkpoints below a run directory.
 
@@ -59,6 +60,7 @@ class Checkpoints:
           data_hash: fingerprint of the training data, stored likewise.
           processes: those that save and restore together; each holds its part of the state.
           keep: which checkpoints stay; None: the newest ones alone.
+          read_only: change nothing there; another worker may be saving.
         """
         self._folder = (directory / records.CHECKPOINTS).absolute()
         self._config = config
@@ -68,7 +70,9 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep.newest or config.train.keep_checkpoints,
             keep_period=keep.every or None,
-            cleanup_tmp_directories=True,
+            cleanup_tmp_directories=not read_only,
+            read_only=read_only,
+            create=not read_only,
         )
         self._manager = ocp.CheckpointManager(self._folder, options=options)
 
@@ -118,7 +122,8 @@ class Checkpoints:
 
         Args:
           like: a state, or its shapes, dtypes and shardings (`abstract_state`): it is read into
-            these, whatever mesh wrote it; onto one device where there are none.
+            these, whatever mesh wrote it; onto one device where there are none. Without an
+            optimiser (None) nothing of the saved one is read.
 
         Where it cannot be read the one before is used; the unreadable are then set aside, told by
         a warning. Nothing is moved while none can be read.
@@ -150,6 +155,17 @@ class Checkpoints:
             "to train the run from its start"
         )
 
+    def restore_step(self, step: int, like: TrainState) -> TrainState:
+        """The checkpoint of one step in the structure of `like`; moves nothing.
+
+        Raises:
+          UserError: it is not there, cannot be read, or belongs to something else.
+        """
+        found, reason = self._try(step, like)
+        if found is None:
+            raise UserError(f"{self._folder / str(step)}: cannot be read ({reason})")
+        return found[0]
+
     def _try(
         self, step: int, like: TrainState
     ) -> tuple[tuple[TrainState, dict[str, Any]] | None, str]:
@@ -170,7 +186,15 @@ class Checkpoints:
         }
         meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))
         self._check(meta["meta"], step)
-        items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
+        wanted = ocp.args.StandardRestore(abstract)
+        if like.optimizer is None:
+            # A manager that has restored like this cannot save, but whoever saves has an optimiser.
+            wanted = ocp.args.PyTreeRestore(
+                abstract,
+                restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
+                partial_restore=True,
+            )
+        items = ocp.args.Composite(state=wanted)
         leaves = self._manager.restore(step, args=items)["state"]
         structure = jax.tree.structure(like)
         state = jax.tree.unflatten(structure, [leaves[name] for name in named_leaves(like)])

@@ -24,6 +24,7 @@ from xmod_jax.training.checkpoint import Checkpoints, Keep
 from xmod_jax.training.compilation import jit
 from xmod_jax.training.evaluation import make_evaluator
 from xmod_jax.training.preemption import Interrupted, Preempted, Watch
+from xmod_jax.training.start import started_state
 from xmod_jax.training.step import Metrics, TrainState, abstract_state, initial_state, make_step
 
 _SMOOTHING = 0.9  # of the measured throughput, per step
@@ -136,6 +137,7 @@ class _Run:
         self.tokens_per_s = 0.0
         self.clock: float | None = None  # of the last recorded step; None after other work
         self.waiting: _Waiting | None = None
+        self.started = config.start is not None  # from weights that another run has trained
 
     def go(self) -> dict[str, Any]:
         """Takes the steps that are left, then marks the run done."""
@@ -155,8 +157,10 @@ class _Run:
         return final
 
     def _go_on(self) -> None:
-        # A death between the last checkpoint and its records, or a signal: made again.
-        if self.taken and self._due(self.taken, self.train.eval_every) and self._lacks_evaluation():
+        # A death between the last checkpoint and its records, or a signal: made again. A run that
+        # starts from another's weights shows what they are worth before its first step.
+        evaluates = self._due(self.taken, self.train.eval_every) if self.taken else self.started
+        if evaluates and self._lacks_evaluation():
             self._record_evaluation(self.taken, self.state)
         while self.taken < self.train.steps:
             self._take_step()
@@ -208,7 +212,11 @@ class _Run:
 
     def _start(self) -> tuple[TrainState, int]:
         """Fresh or restored state and its step; records later than it are dropped."""
-        if self.checkpoints.latest is None:
+        if self.checkpoints.latest is None and self.started:
+            state = started_state(self.config, self.mesh)
+            # From now on the run needs nothing of the other.
+            self.checkpoints.save(state, self.position)
+        elif self.checkpoints.latest is None:
             state = initial_state(self.config, self.mesh)
         else:
             like = abstract_state(self.config, self.mesh)
@@ -229,8 +237,11 @@ class _Run:
         return state, step
 
     def _lacks_evaluation(self) -> bool:
-        last = lambda: int(self._last_step(records.EVAL) != self.taken)
-        return bool(self.watch.processes.from_leader(last))
+        def lacks() -> int:
+            lines = records.read_lines(self.directory / records.EVAL)
+            return int(not lines or lines[-1]["step"] != self.taken)
+
+        return bool(self.watch.processes.from_leader(lacks))
 
     def _last_step(self, name: str) -> int:
         lines = records.read_lines(self.directory / name)
@@ -296,7 +307,9 @@ class _Run:
             return
         self.checkpoints.wait()
         last = self.checkpoints.latest
-        kept = f"the last checkpoint is step {last}" if last else "there is no checkpoint"
+        kept = (
+            f"the last checkpoint is step {last}" if last is not None else "there is no checkpoint"
+        )
         reason = f"{wrong[0]} is not finite at step {step}; {kept}"
         if self.leads:
             records.mark_failed(self.directory, reason, step=step, checkpoint=last)

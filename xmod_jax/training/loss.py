@@ -23,15 +23,37 @@ def cross_entropy(
       targets_BL: int32 tokens to predict.
       weight_BL: weight of each token, 0 for padding.
     """
+    x_nTD, target_nT, weight_nT = _chunks(head_DV, states_BLD, targets_BL, weight_BL)
+    return _summed(x_nTD, head_DV, target_nT, weight_nT)
+
+
+def token_losses(
+    states_BLD: jax.Array, head_DV: jax.Array, targets_BL: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Negative log-likelihood of every token in nats, and the likeliest token there (int32).
+
+    Both [B, L]; the lowest id of equally likely ones. Arguments as in `cross_entropy`.
+    """
+
+    def chunk(item):
+        logits_TV, _, loss_T = _chunk(item[0], head_DV, item[1])
+        return loss_T, jnp.argmax(logits_TV, axis=-1).astype(jnp.int32)
+
+    of_all = lax.map(chunk, _chunks(head_DV, states_BLD, targets_BL))
+    back = lambda value_nT: value_nT.reshape(-1)[: targets_BL.size].reshape(targets_BL.shape)
+    return back(of_all[0]), back(of_all[1])
+
+
+def _chunks(head_DV: jax.Array, states_BLD: jax.Array, *of_tokens_BL: jax.Array):
+    """States [n, T, D] and what belongs to each token [n, T], in chunks; zeros at the end."""
     D, V = head_DV.shape
-    count = targets_BL.size
+    count = of_tokens_BL[0].size
     T = min(count, max(128, CHUNK_ELEMENTS // V))
     n = -(-count // T)
     pad = n * T - count
     x_nTD = jnp.pad(states_BLD.reshape(count, D), ((0, pad), (0, 0))).reshape(n, T, D)
-    target_nT = jnp.pad(targets_BL.reshape(count), (0, pad)).reshape(n, T)
-    weight_nT = jnp.pad(weight_BL.reshape(count), (0, pad)).reshape(n, T)
-    return _summed(x_nTD, head_DV, target_nT, weight_nT)
+    rest = (jnp.pad(value.reshape(count), (0, pad)).reshape(n, T) for value in of_tokens_BL)
+    return x_nTD, *rest
 
 
 def _chunk(x_TD, head_DV, target_T):

