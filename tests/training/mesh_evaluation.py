@@ -23,7 +23,7 @@ from xmod_jax.sharding import MeshShape
 from xmod_jax.training.evaluation import make_evaluator
 from xmod_jax.training.step import Metrics, make_step
 
-MESHES = ("data:8", "fsdp:8", "data:2,fsdp:2,tensor:2")
+MESHES = ("fsdp:8", "data:2,fsdp:2,tensor:2")
 EXPLICIT = "data:2,fsdp:2,tensor:2"
 
 

@@ -12,11 +12,11 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from tests.training.mesh_evaluation import MESHES
 from xmod_jax import sharding
 from xmod_jax.sharding import MeshShape
 from xmod_jax.training.optimizer import orthogonal_momentum
 
+MESHES = ("data:8", "fsdp:8", "data:2,fsdp:2,tensor:2")
 LAYERS = (1, 8, 13)  # fewer than devices, as many, and a number that turns do not divide
 
 

@@ -14,7 +14,8 @@ from tests.training import small
 from xmod_jax import records
 from xmod_jax.training import loop
 
-pytestmark = pytest.mark.slow
+# Not yet seen to end: the processes wait for each other minutes long once one of them cannot save.
+pytestmark = [pytest.mark.slow, pytest.mark.drill]
 
 
 def train(directory: pathlib.Path, *full_at: int) -> tuple[list[int], list[str]]:
