@@ -59,7 +59,11 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     absl_logging.get_absl_logger().addFilter(_worth_logging)
-    sys.exit(_status(main))
+    status = _status(main)
+    if status not in (0, REQUEUE) and _among_others():
+        # The interpreter's end would wait for them, who have not got as far.
+        os._exit(status)
+    sys.exit(status)
 
 
 def abandon(lost: ProcessLost) -> NoReturn:
@@ -114,6 +118,12 @@ def _say(message: str) -> None:
     """Prints a message to stderr as one line, whatever line breaks it has; nobody may listen."""
     with contextlib.suppress(OSError):
         print(" ".join(message.split()), file=sys.stderr, flush=True)
+
+
+def _among_others() -> bool:
+    """Whether this process is connected to others of its run."""
+    jax = sys.modules.get("jax")  # loaded by whatever connects
+    return jax is not None and jax.distributed.is_initialized()
 
 
 def _path_trouble(error: Exception) -> str | None:

@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 from experiments import cli
-from tests.training import small
+from tests.training import together
 from xmod_jax.processes import Processes
 from xmod_jax.sharding import MeshShape
 from xmod_jax.training import loop
@@ -28,9 +28,8 @@ def main(arguments: list[str]) -> int:
         if rest and state.step == int(rest[0]) and not processes.leads:
             resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
 
-    with Watch(processes).signals() as watch, processes.meeting():
-        run, folder = small.run(), pathlib.Path(directory)
-        loop.train(run, folder, progress, MeshShape(fsdp=2), watch)
+    with Watch(processes).signals() as watch, processes.meeting(cli.abandon):
+        loop.train(together.RUN, pathlib.Path(directory), progress, MeshShape(fsdp=2), watch)
     return 0
 
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from tests.devices import ROOT, environment
-from tests.training import small
+from tests.training import together
 from xmod_jax import records
 from xmod_jax.training import loop
 
@@ -55,7 +55,7 @@ def test_a_disk_full_in_mid_save_loses_nothing_older(tmp_path):
 
     statuses, errors = train(directory)
     assert statuses == [0, 0], errors
-    loop.train(small.run(), tmp_path / "whole", lambda _: None)
+    loop.train(together.RUN, tmp_path / "whole", lambda _: None)
     for name in (records.TRAIN, records.EVAL):
         got, want = (records.read_lines(tmp_path / part / name) for part in ("run", "whole"))
         assert [line["step"] for line in got] == [line["step"] for line in want]

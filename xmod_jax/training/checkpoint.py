@@ -13,7 +13,7 @@ from absl import logging
 from xmod_jax import records
 from xmod_jax.config import RunConfig, config_hash, to_dict
 from xmod_jax.errors import UserError
-from xmod_jax.processes import ALONE, Processes
+from xmod_jax.processes import ALONE, LeavingTogether, Processes
 from xmod_jax.training.step import TrainState
 
 
@@ -80,6 +80,9 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        together = kind is None or issubclass(kind, LeavingTogether)
+        if self._processes.count > 1 and not together:
+            return  # the others are not here to finish a save with
         try:
             self.wait()
         finally:
