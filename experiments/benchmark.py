@@ -149,7 +149,7 @@ def _settings(suite: str) -> list[Setting]:
         if suite not in _TAKE_TORCH:
             raise UserError(f"--models: {models.QWEN3_TORCH} is in {', '.join(_TAKE_TORCH)} only")
         qwen3_torch.require(first)
-    contexts = decoding.CONTEXTS if suite == "decoding" else (2048,)
+    contexts: tuple[int, ...] = decoding.CONTEXTS if suite == "decoding" else (2048,)
     if _CONTEXT.value is not None:
         contexts = _integers("context", _CONTEXT.value, 1, _MAX_CONTEXT)
     return [dataclasses.replace(first, context=context) for context in contexts]
@@ -179,10 +179,11 @@ def _print(setting: Setting, rows: list[Row]) -> None:
 
 def main() -> None:
     """Measures one suite and prints it; with `device_report` what it was measured on."""
-    if _SUITE.value is None and not _REPORT.value:
+    suite = _SUITE.value
+    if suite is None and not _REPORT.value:
         raise UserError(f"--suite is missing; known: {', '.join(SUITES)}")
     _check_output()
-    settings = _settings(_SUITE.value) if _SUITE.value else []
+    settings = _settings(suite) if suite else []
     report = machine.report()
     if _REPORT.value:
         print("\n".join(machine.lines(report)), flush=True)
@@ -191,10 +192,10 @@ def main() -> None:
         print(f"{device} x{len(report['devices'])}, {report['processor']}, load {report['load']}")
     results: list[dict[str, Any]] = []
     for setting in settings:
-        rows = SUITES[_SUITE.value](setting)
+        rows = SUITES[str(suite)](setting)
         _print(setting, rows)
         plain = dataclasses.asdict(setting) | {"compute": setting.compute.value}
-        results.append({"suite": _SUITE.value} | plain | {"results": rows})
+        results.append({"suite": suite} | plain | {"results": rows})
         if _OUTPUT.value:  # after each context: what is measured is kept
             records.write_json(
                 pathlib.Path(_OUTPUT.value), {"device_report": report, "runs": results}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import pathlib
 import re
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -83,7 +83,7 @@ def seconds_by_kind(text: str, call: Callable[[], Any]) -> dict[str, float]:
     import jax
 
     named = kinds(text)
-    total: Counter[str] = Counter()
+    total: dict[str, float] = collections.defaultdict(float)
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready(call())
@@ -93,7 +93,7 @@ def seconds_by_kind(text: str, call: Callable[[], Any]) -> dict[str, float]:
                     total[named[name]] += nanoseconds
     if not total:
         raise UserError("the profiler's trace holds no operation of the program")
-    return {kind: total[kind] / 1e9 for kind in KINDS if total[kind]}
+    return {kind: total[kind] / 1e9 for kind in KINDS if kind in total}
 
 
 def _events(path: str) -> Iterator[tuple[str, float]]:
@@ -129,6 +129,6 @@ def profile(setting: Setting) -> list[Row]:
         jax.block_until_ready(call())
         found = seconds_by_kind(compiled.as_text() or "", call)
         whole = sum(found.values())
-        shares = {kind: found.get(kind, 0.0) / whole for kind in KINDS}
-        rows.append({"model": each.name, "traced_seconds": whole} | shares)
+        row: Row = {"model": each.name, "traced_seconds": whole}
+        rows.append(row | {kind: found.get(kind, 0.0) / whole for kind in KINDS})
     return rows
