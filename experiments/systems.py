@@ -3,9 +3,10 @@
     python -m experiments.systems --protocol=gpu_check [--output=FILE]
     python -m experiments.systems --protocol=table11 --mesh=fsdp:8 [--output=FILE]
 
-gpu_check, on one device, in under 8 minutes: step time, MFU and memory of Dense, MoD, MoE 8:64 and A4K8 at the 165M and 556M widths,
-L = 8k and 32k, in bfloat16; attention and gradients in bfloat16 against float32; the share of
-routing in a traced gradient. What the time does not hold is left out, and said.
+gpu_check, on one device, in under 8 minutes: step time, MFU and memory of Dense, MoD, MoE 8:64 and
+A4K8 at the 165M and 556M widths, L = 8k and 32k, in bfloat16; attention and gradients in bfloat16
+against float32; the share of routing in a traced gradient. What the time does not hold is left out,
+and said.
 
 table11: training throughput, memory of a device and throughput of validation's forward pass for
 Dense, MoD, MoE and X-MoD at 936M, L = 32768, every model in a process of its own.

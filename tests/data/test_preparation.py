@@ -448,10 +448,7 @@ def test_preparing_and_reading_are_fast(capsys):
     rate = {row["model"]: row["tokens/s"] for row in suite.measured(texts, setting)}
     ratio = rate[suite.PREPARE] / rate[suite.RAW]
     with capsys.disabled():
-        print(
-            f"\npreparing {rate[suite.PREPARE]:,.0f} tokens/s, {ratio:.2f} of raw tiktoken; ",
-            end="",
-        )
+        print(f"\npreparing {rate[suite.PREPARE]:,.0f} tokens/s, {ratio:.2f} of raw tiktoken")
         print(f"reading {rate[suite.READ]:,.0f} tokens/s")
     assert ratio >= 0.7
     assert rate[suite.READ] >= 20 * 6000  # mini training takes 2 to 6 thousand tokens/s

@@ -25,9 +25,8 @@ def test_a_check_that_fails_or_ends_its_process_costs_no_other():
         process.wait()
         assert worker.do(TINY, 200)["failed"] == "exit status -9"
         assert worker.do(TINY, 200) == good
-        assert worker.do(dataclasses.replace(TINY, context=4096), 0)["failed"].startswith(
-            "no answer"
-        )
+        late = worker.do(dataclasses.replace(TINY, context=4096), 0)
+        assert late["failed"].startswith("no answer")
     finally:
         worker.close()
 
