@@ -16,7 +16,6 @@ from xmod_jax.errors import UserError
 from xmod_jax.hierarchy import Hierarchy
 
 INSTALL = "pip install torch transformers (a build for CPU is enough)"
-_DEVICE = "cpu"
 
 
 def installed() -> bool:
@@ -59,7 +58,7 @@ def model(setting: Setting, depth: int) -> Any:
         tie_word_embeddings=False,
     )
     torch.manual_seed(0)
-    return Qwen3ForCausalLM(config).to(_DEVICE)
+    return Qwen3ForCausalLM(config)  # on CPU
 
 
 def training(setting: Setting, depth: int) -> tuple[Callable[[], Any], float]:

@@ -157,8 +157,8 @@ def test_matrices_cast_once_decode_as_if_cast_at_each_use():
     assert stays == {jnp.dtype("float32")}
     assert once.groups[0].sparse.block.ffn.gate.dtype == once.head.dtype == jnp.bfloat16
     cache = caches.empty(config, B, 4, 4)
-    run = lambda model: STEP(model, route, jax.tree.map(jnp.copy, cache), *rest)[0]
     rest = tokens(B, 1)[:, 0], jnp.ones(B, bool)
+    run = lambda model: STEP(model, route, jax.tree.map(jnp.copy, cache), *rest)[0]
     np.testing.assert_array_equal(run(once), run(model))
 
 

@@ -136,8 +136,8 @@ class Experts(nnx.Module):
 def _one(stack: jax.Array, index: tuple[Any, ...]) -> jax.Array:
     """The matrix at an index of a stack's leading axes, by one slice."""
     shape = stack.shape[len(index) :]
-    sizes = (*[1] * len(index), *shape)
-    return jax.lax.dynamic_slice(stack, (*index, 0, 0), sizes).reshape(shape)
+    start = [jnp.asarray(i, jnp.int32) for i in (*index, *[0] * len(shape))]
+    return jax.lax.dynamic_slice(stack, start, (*[1] * len(index), *shape)).reshape(shape)
 
 
 def _balance(score_TX, size_X, valid_T, active) -> ExpertOutput:
