@@ -46,10 +46,10 @@ class Collective:
 
 def collectives(text: str) -> list[Collective]:
     """Every array that a collective of the compiled program gives (``compiled.as_text()``)."""
-    computations = _computations(text)
+    by_name = computations(text)
     found = []
-    for name, times in _times(computations).items():
-        for line in computations[name]:
+    for name, times in _times(by_name).items():
+        for line in by_name[name]:
             if match := _COLLECTIVE.search(line):
                 arrays = list(_ARRAY.finditer(match["type"]))
                 if "-start(" in line and len(arrays) > 1:
@@ -60,7 +60,8 @@ def collectives(text: str) -> list[Collective]:
     return found
 
 
-def _computations(text: str) -> dict[str, list[str]]:
+def computations(text: str) -> dict[str, list[str]]:
+    """The lines of every computation of a compiled program by its name; ``""`` is the entry."""
     found: dict[str, list[str]] = {}
     lines: list[str] = []
     for line in text.splitlines():

@@ -10,7 +10,6 @@ import pathlib
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from hypothesis import strategies as st
 from tests.experiments.commands import ROOT, run_command
 from tests.training import small
 from xmod_jax import records
-from xmod_jax.config import DataConfig
+from xmod_jax.config import Compute, DataConfig
 from xmod_jax.data import documents, pipeline, preparation, shards, sources
 from xmod_jax.data.preparation import Settings, prepare
 from xmod_jax.data.shards import CHUNK, Manifest, Shard, ShardedTokens, ShardWriter
@@ -438,44 +437,21 @@ def test_a_tfds_data_set_is_prepared_at_first_use_without_tensorflow(tmp_path, m
 
 @pytest.mark.slow
 @pytest.mark.timed
-def test_preparing_and_reading_are_fast(tmp_path, capsys):
+def test_preparing_and_reading_are_fast(capsys):
     """At least 0.7 of raw tiktoken on the same cores; reading 20 times what mini training eats."""
-    import jax
-    import scipy
+    from experiments.suites import data as suite
+    from experiments.suites import models, timing
 
-    from xmod_jax.data.tokenizer import Gpt2Tokenizer
-
-    site = [pathlib.Path(str(package.__file__)).parent for package in (scipy, jax)]
-    texts = [path.read_text() for folder in site for path in sorted(folder.rglob("*.py"))]
-    texts = [text for text in texts if text]
+    texts = suite.python_sources()
     assert sum(map(len, texts)) > 10_000_000
-    with (tmp_path / "texts.jsonl").open("w") as file:
-        file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
-    cores = preparation.default_workers()
-    encoding = Gpt2Tokenizer()._encoding
-    raw, ours = [], []
-    for turn in range(3):
-        start = time.perf_counter()
-        tokens = sum(map(len, encoding.encode_ordinary_batch(texts, num_threads=cores)))
-        raw.append(tokens / (time.perf_counter() - start))
-        start = time.perf_counter()
-        found = documents.find([str(tmp_path / "texts.jsonl")], None)
-        prepare(found, tmp_path / f"out{turn}", Settings("gpt2"), cores)
-        ours.append(tokens / (time.perf_counter() - start))
-    dataset = sources.open_prepared(tmp_path / "out0", "data")
-    batches = pipeline.train_iterator(dataset, 256, 4, 0)
-    next(batches)
-    start = time.perf_counter()
-    steps = 2000
-    for _ in range(steps):
-        next(batches)
-    reading = steps * 4 * 256 / (time.perf_counter() - start)
-    ratio = np.median(ours) / np.median(raw)
+    setting = models.Setting((), (), 256, 4, 128, Compute.FLOAT32, timing.Rounds(3, 600), (), False)
+    rate = {row["model"]: row["tokens/s"] for row in suite.measured(texts, setting)}
+    ratio = rate[suite.PREPARE] / rate[suite.RAW]
     with capsys.disabled():
-        print(f"\npreparing {np.median(ours):,.0f} tokens/s, {ratio:.2f} of raw tiktoken; ", end="")
-        print(f"reading {reading:,.0f} tokens/s")
+        print(f"\npreparing {rate[suite.PREPARE]:,.0f} tokens/s, {ratio:.2f} of raw tiktoken")
+        print(f"reading {rate[suite.READ]:,.0f} tokens/s")
     assert ratio >= 0.7
-    assert reading >= 20 * 6000  # mini training takes 2 to 6 thousand tokens/s
+    assert rate[suite.READ] >= 20 * 6000  # mini training takes 2 to 6 thousand tokens/s
 
 
 @pytest.mark.slow

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from tests.inference.test_generate import model as small_xmod
 from tests.test_model import ARCHITECTURES, TINY, run, tokens
 from tests.test_model import make as make_large
-from xmod_jax.config import Backbone, ModelConfig
+from xmod_jax.config import Backbone, Compute, ModelConfig, MoE
 from xmod_jax.hierarchy import Hierarchy
 from xmod_jax.inference import cache as caches
-from xmod_jax.inference.decode import decode_step, extend
-from xmod_jax.model import Threshold
+from xmod_jax.inference.decode import cast_once, decode_step, extend
+from xmod_jax.model import Decoder, Threshold
 
 EXTEND = jax.jit(extend, donate_argnums=2)
 STEP = jax.jit(decode_step, donate_argnums=2)
@@ -120,6 +122,44 @@ def test_a_step_copies_no_cache(name):
     assert memory is not None
     assert memory.alias_size_in_bytes >= buffers - 4
     assert memory.temp_size_in_bytes < 0.1 * buffers
+
+
+def test_a_step_reads_only_the_chosen_experts():
+    backbone = Backbone(32, 8, 2, 1, 64, 64)
+    config = ModelConfig(backbone, Hierarchy.dense(2), moe=MoE(256, 2, 0, 32))
+    model = jax.eval_shape(lambda key: Decoder(config, rngs=nnx.Rngs(key)), jax.random.key(0))
+    cache = jax.eval_shape(lambda: caches.empty(config, 1, 8, 8))
+    shapes = jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.bool)
+    memory = STEP.lower(model, Threshold(()), cache, *shapes).compile().memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < 0.1 * 256 * 3 * 32 * 32 * 4  # a layer's experts
+
+
+def test_running_every_layer_and_masking_gives_the_same_step():
+    model = make(SMALL)
+    route, cache = Threshold(model.thresholds()), caches.empty(model.config, B, 4, 4)
+    step = jax.jit(decode_step, static_argnames="every_layer")
+    arguments = model, route, cache, tokens(B, 1)[:, 0], jnp.array([True, True, False])
+    (want, skipped), (found, masked) = step(*arguments), step(*arguments, every_layer=True)
+    close(found[:2], want[:2])
+    assert jax.tree.map(jnp.array_equal, skipped.length_B, masked.length_B)
+    for left, right in zip(skipped.groups, masked.groups, strict=True):
+        assert jnp.array_equal(left.count_NSB, right.count_NSB)
+        assert 0 < jnp.sum(left.count_NSB) < left.count_NSB.size * 2 / B
+
+
+def test_matrices_cast_once_decode_as_if_cast_at_each_use():
+    model = make(SMALL)
+    config = dataclasses.replace(model.config, compute=Compute.BFLOAT16)
+    model = Decoder(config, rngs=nnx.Rngs(1))
+    once, route = cast_once(model), Threshold(model.thresholds())
+    stays = {leaf.dtype for leaf in (once.groups[0].sparse.router, once.groups[0].sparse.gate)}
+    assert stays == {jnp.dtype("float32")}
+    assert once.groups[0].sparse.block.ffn.gate.dtype == once.head.dtype == jnp.bfloat16
+    cache = caches.empty(config, B, 4, 4)
+    rest = tokens(B, 1)[:, 0], jnp.ones(B, bool)
+    run = lambda model: STEP(model, route, jax.tree.map(jnp.copy, cache), *rest)[0]
+    np.testing.assert_array_equal(run(once), run(model))
 
 
 def test_balanced_routing_needs_about_the_memory_of_the_dense_twin():

@@ -57,6 +57,10 @@ def test_experts_equal_a_loop_over_experts(config):
         want_TD = by_loop(module, np.asarray(x_BLD).reshape(18, D), config)
         np.testing.assert_allclose(out_BLD.reshape(18, D), want_TD, rtol=1e-10, atol=1e-12)
         np.testing.assert_allclose(jnp.sum(output.load_X), 1.0)
+        # One expert after the other, read from the second layer of a stack.
+        stack = jax.tree.map(lambda leaf: jnp.stack([0 * leaf, leaf]), module)
+        few_BLD = jax.jit(lambda m, s, x: m.of_few(s, (1,), x))(module, stack, x_BLD)
+        np.testing.assert_allclose(few_BLD.reshape(18, D), want_TD, rtol=1e-10, atol=1e-12)
 
 
 def plain_experts(module: Experts, x_BLD, config: MoE):

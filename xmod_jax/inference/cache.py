@@ -207,36 +207,78 @@ def read(q_BTHE: jax.Array, store: Rows, layer: tuple[Any, ...], slot_BT: jax.Ar
     q_BGQE = q_BTHE.reshape(B, T, G, H // G, E).transpose(0, 2, 3, 1, 4).reshape(B, G, -1, E)
     slot_BQ = jnp.tile(slot_BT, (1, H // G))
     c = min(M, max(_FEWEST_CHUNK_ROWS, _CHUNK_ELEMENTS // (B * G * E)))
+    chunks = jnp.minimum(jnp.max(slot_BT), M - 1) // c + 1
+    attend = _attend_row if T == 1 else _attend_rows
+    o_BGQE = attend(q_BGQE, functools.partial(_cut, layer, c), store, slot_BQ, chunks, wide)
+    o_BGQE = o_BGQE.astype(q_BTHE.dtype)
+    return o_BGQE.reshape(B, G, H // G, T, E).transpose(0, 3, 1, 2, 4).reshape(B, T, H, E)
+
+
+def _cut(layer: tuple[Any, ...], c: int, buffer: jax.Array, j: Any) -> tuple[jax.Array, Any]:
+    """Chunk j [B, G, c, E] of a layer's buffer, and its first row.
+
+    The last chunk is moved back to end with the buffer, and reads some rows again.
+    """
+    B, G, M, E = buffer.shape[-4:]
+    first = jnp.minimum(j * c, M - c)
+    at = (*layer, 0, 0, first, 0)
+    rows = lax.dynamic_slice(buffer, at, (*[1] * len(layer), B, G, c, E))
+    return rows.reshape(B, G, c, E), first
+
+
+def _over_chunks(cut: Any, store: Rows, chunks: Any, body: Any, carry: Any) -> Any:
+    if cut.args[1] == store.keys.shape[-2]:
+        # A loop of one chunk would hoist the whole layer's slice, which copies the buffers.
+        return body(0, carry)
+    return lax.fori_loop(0, chunks, body, carry)
+
+
+def _attend_row(q_BGQE, cut, store: Rows, slot_BQ, chunks, wide):
+    """All scores first, then the values: for few queries that takes fewer operations a chunk."""
+    M = store.keys.shape[-2]
+
+    def score(j, s_BGQM):
+        k_BGcE, first = cut(store.keys, j)
+        s_BGQc = jnp.einsum("bgqe,bgce->bgqc", q_BGQE, k_BGcE, preferred_element_type=wide)
+        return lax.dynamic_update_slice(s_BGQM, s_BGQc, (0, 0, 0, first))
+
+    def value(j, o_BGQE):
+        v_BGcE, first = cut(store.values, j)
+        p_BGQc = lax.dynamic_slice_in_dim(p_BGQM, first, v_BGcE.shape[2], 3)
+        fresh_c = first + jnp.arange(v_BGcE.shape[2]) >= j * v_BGcE.shape[2]
+        p_BGQc = jnp.where(fresh_c, p_BGQc, 0).astype(q_BGQE.dtype)
+        pv_BGQE = jnp.einsum("bgqc,bgce->bgqe", p_BGQc, v_BGcE, preferred_element_type=wide)
+        return o_BGQE + pv_BGQE
+
+    s_BGQM = jnp.full((*q_BGQE.shape[:3], M), _MASKED, wide)
+    s_BGQM = _over_chunks(cut, store, chunks, score, s_BGQM)
+    seen_BQM = jnp.arange(M) <= slot_BQ[..., None]
+    s_BGQM = jnp.where(seen_BQM[:, None], s_BGQM, _MASKED)
+    p_BGQM = jax.nn.softmax(s_BGQM, axis=-1)
+    return _over_chunks(cut, store, chunks, value, jnp.zeros(q_BGQE.shape, wide))
+
+
+def _attend_rows(q_BGQE, cut, store: Rows, slot_BQ, chunks, wide):
+    """Chunk by chunk with a running maximum: no scores of all queries with all rows are held."""
 
     def chunk(j, carry):
         top_BGQ, sum_BGQ, acc_BGQE = carry
-        first = jnp.minimum(j * c, M - c)  # the last chunk reads some rows again, unseen
-        cut = lambda buffer: lax.dynamic_slice(
-            buffer, (*layer, 0, 0, first, 0), (*[1] * len(layer), B, G, c, E)
-        ).reshape(B, G, c, E)
+        k_BGcE, first = cut(store.keys, j)
+        v_BGcE, _ = cut(store.values, j)
+        c = k_BGcE.shape[2]
         row_c = first + jnp.arange(c)
         seen_BQc = (row_c <= slot_BQ[..., None]) & (row_c >= j * c)
-        s_BGQc = jnp.einsum("bgqe,bgce->bgqc", q_BGQE, cut(store.keys), preferred_element_type=wide)
+        s_BGQc = jnp.einsum("bgqe,bgce->bgqc", q_BGQE, k_BGcE, preferred_element_type=wide)
         s_BGQc = jnp.where(seen_BQc[:, None], s_BGQc, _MASKED)
         new_BGQ = jnp.maximum(top_BGQ, s_BGQc.max(-1))
         p_BGQc = jnp.exp(s_BGQc - new_BGQ[..., None])
         shrink_BGQ = jnp.exp(top_BGQ - new_BGQ)
-        pv_BGQE = jnp.einsum(
-            "bgqc,bgce->bgqe",
-            p_BGQc.astype(q_BTHE.dtype),
-            cut(store.values),
-            preferred_element_type=wide,
-        )
+        p = p_BGQc.astype(q_BGQE.dtype)
+        pv_BGQE = jnp.einsum("bgqc,bgce->bgqe", p, v_BGcE, preferred_element_type=wide)
         acc_BGQE = acc_BGQE * shrink_BGQ[..., None] + pv_BGQE
         return new_BGQ, sum_BGQ * shrink_BGQ + p_BGQc.sum(-1), acc_BGQE
 
     empty_BGQ = jnp.full(q_BGQE.shape[:3], _MASKED, wide)
     carry = empty_BGQ, jnp.zeros_like(empty_BGQ), jnp.zeros(q_BGQE.shape, wide)
-    if c == M:
-        # A loop of one chunk would hoist the whole layer's slice, which copies the buffers.
-        _, sum_BGQ, acc_BGQE = chunk(0, carry)
-    else:
-        chunks = jnp.minimum(jnp.max(slot_BT), M - 1) // c + 1
-        _, sum_BGQ, acc_BGQE = lax.fori_loop(0, chunks, chunk, carry)
-    o_BGQE = (acc_BGQE / sum_BGQ[..., None]).astype(q_BTHE.dtype)
-    return o_BGQE.reshape(B, G, H // G, T, E).transpose(0, 3, 1, 2, 4).reshape(B, T, H, E)
+    _, sum_BGQ, acc_BGQE = _over_chunks(cut, store, chunks, chunk, carry)
+    return acc_BGQE / sum_BGQ[..., None]

@@ -15,6 +15,7 @@ or a part of one that has leads), M rows of a bucket, H, G, E as in `nn.layers`,
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -30,6 +31,8 @@ from xmod_jax.nn import routing
 from xmod_jax.nn.layers import AttentionLayer, FFNBlock, Phases, rotary_phases, updated
 from xmod_jax.nn.moe import MoEBlock
 from xmod_jax.nn.routed_stage import read_logits
+
+_STAYS = re.compile(r"\.router|\.sparse\.gate|\.ffn\.bias")
 
 
 class _New(NamedTuple):
@@ -49,7 +52,12 @@ class _New(NamedTuple):
 
 
 def extend(
-    model: Decoder, route: Threshold, cache: Cache, tokens_BT: jax.Array, count_B: jax.Array
+    model: Decoder,
+    route: Threshold,
+    cache: Cache,
+    tokens_BT: jax.Array,
+    count_B: jax.Array,
+    every_layer: bool = False,
 ) -> tuple[jax.Array, Cache]:
     """Runs the next tokens of every sequence.
 
@@ -60,6 +68,8 @@ def extend(
         sees to it). Donate it, or every step copies all of it.
       tokens_BT: int32 tokens.
       count_B: int32, how many of them count, from the left: 0 leaves a sequence as it is.
+      every_layer: runs the block of every sparse layer and masks its result where no token is
+        routed. The result is the same: it shows what decoding costs where layers are not skipped.
 
     Returns:
       The states [B, T, D] after the final norm, undefined where a token does not count, and the
@@ -81,18 +91,38 @@ def extend(
         x_BTD, prefix = lax.fori_loop(0, layers, step, (x_BTD, prefix))
     groups = []
     for stages, thresholds_NS, group in zip(model.groups, route.values, cache.groups, strict=True):
-        x_BTD, group = _run_group(model, stages, thresholds_NS, x_BTD, group, new)
+        x_BTD, group = _run_group(model, stages, thresholds_NS, x_BTD, group, new, every_layer)
         groups.append(group)
     new_cache = Cache(cache.length_B + count_B, prefix, tuple(groups))
     return model.final_norm(x_BTD), new_cache
 
 
 def decode_step(
-    model: Decoder, route: Threshold, cache: Cache, tokens_B: jax.Array, running_B: jax.Array
+    model: Decoder,
+    route: Threshold,
+    cache: Cache,
+    tokens_B: jax.Array,
+    running_B: jax.Array,
+    every_layer: bool = False,
 ) -> tuple[jax.Array, Cache]:
     """Runs one token of every sequence that is `running_B`: float32 logits [B, V], new cache."""
-    states_B1D, cache = extend(model, route, cache, tokens_B[:, None], running_B.astype(jnp.int32))
+    count_B = running_B.astype(jnp.int32)
+    states_B1D, cache = extend(model, route, cache, tokens_B[:, None], count_B, every_layer)
     return model.logits(states_B1D)[:, 0], cache
+
+
+def cast_once(model: Decoder) -> Decoder:
+    """The model with parameters in the dtype that decoding reads them in; it decodes the same.
+
+    Matrices and norms are cast to the compute dtype at each use; routers, gates and the experts'
+    biases are read in float32 and stay so.
+    """
+    dtype = model.config.compute.value
+
+    def cast(path: Any, leaf: jax.Array) -> jax.Array:
+        return leaf if _STAYS.search(jax.tree_util.keystr(path)) else leaf.astype(dtype)
+
+    return jax.tree_util.tree_map_with_path(cast, model)
 
 
 def _pick(tree: Any, index: tuple[Any, ...]) -> Any:
@@ -122,6 +152,9 @@ def _dense(
         return x_BTD, store
     h_BTD = block.ffn_norm(x_BTD)
     if isinstance(block, MoEBlock):
+        if new.real_BT.size * block.ffn.active < block.ffn.router.shape[-1]:
+            # Fewer copies of tokens than experts: the others are not even read.
+            return x_BTD + block.ffn.of_few(blocks.ffn, index, h_BTD), store
         return x_BTD + block.ffn(h_BTD, new.real_BT, None)[0], store
     return x_BTD + block.ffn(h_BTD), store
 
@@ -133,13 +166,15 @@ def _run_group(
     x_BTD: jax.Array,
     cache: GroupCache,
     new: _New,
+    every_layer: bool,
 ) -> tuple[jax.Array, GroupCache]:
     """All stages of a group, each a loop over its routed layers and then its anchor."""
     N, S = thresholds_NS.shape
     P = 1 if cache.lead is None else cache.lead.keys.shape[1]
     routers_NSD, config = stages.sparse.router[...], model.config
     full_kv = config.routing.sparse is Sparse.FULL_KV
-    settings = config.routing.bias_scale, config.hierarchy.sparsity, full_kv, new
+    every_layer |= full_kv  # every layer has keys and values to keep
+    settings = config.routing.bias_scale, config.hierarchy.sparsity, full_kv, every_layer, new
     cut = lambda leaf, n, s: lax.dynamic_slice_in_dim(leaf[n], s, S // P)
 
     def interval(n, p, carry):
@@ -178,6 +213,7 @@ class _Sparse(NamedTuple):
       tau: scale of the token-choice bias.
       sparsity: K.
       full_kv: whether the layers attend to every token (Selected-Q/full-KV).
+      every_layer: whether layers without a routed token get a turn.
       new: the tokens.
     """
 
@@ -188,6 +224,7 @@ class _Sparse(NamedTuple):
     tau: float
     sparsity: int
     full_kv: bool
+    every_layer: bool
     new: _New
 
 
@@ -217,7 +254,7 @@ def _run_interval(
     layer_S = jnp.arange(S, dtype=jnp.int32)
 
     def next_layer(s, logits_BTS, chosen_BT):
-        if sparse.full_kv:  # every layer has keys and values to keep
+        if sparse.every_layer:
             return s
         z_BTS = logits_BTS - sparse.tau * chosen_BT[..., None]
         enters_BTS = (z_BTS >= sparse.threshold_S) & sparse.new.real_BT[..., None]

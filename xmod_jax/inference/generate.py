@@ -20,7 +20,7 @@ from xmod_jax.errors import UserError
 from xmod_jax.inference import cache as caches
 from xmod_jax.inference import sampling as sampler
 from xmod_jax.inference.cache import Cache
-from xmod_jax.inference.decode import decode_step, extend
+from xmod_jax.inference.decode import cast_once, decode_step, extend
 from xmod_jax.inference.sampling import Sampling
 from xmod_jax.model import Decoder, Threshold
 from xmod_jax.training.compilation import jit
@@ -77,7 +77,7 @@ class Generator:
           chunk: most tokens of a prompt that run at a time.
           max_routed: most tokens of a sequence that a sparse layer may keep; None: all.
         """
-        self.model = model
+        self.model = cast_once(model)  # here, not at every token
         self.route = route or Threshold(model.thresholds())
         self._chunk = chunk
         self._max_routed = _UNBOUNDED if max_routed is None else max_routed

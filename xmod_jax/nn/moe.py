@@ -19,7 +19,7 @@ from xmod_jax.config import Backbone, MoE, Scores
 from xmod_jax.nn import collectives
 from xmod_jax.nn.attention import Saved
 from xmod_jax.nn.grouped import Groups, block_rows, collect, grouped_matmul, sort_by_group, spread
-from xmod_jax.nn.layers import Attention, Phases, RMSNorm, SwiGLU, matrix
+from xmod_jax.nn.layers import Attention, Phases, RMSNorm, SwiGLU, linear, matrix
 
 
 class ExpertBias(nnx.Variable):
@@ -74,20 +74,14 @@ class Experts(nnx.Module):
         B, L, D = x_BLD.shape
         x_TD = x_BLD.reshape(B * L, D)
         valid_T = jnp.ones(B * L, bool) if valid_BL is None else valid_BL.reshape(-1)
-        wide = jnp.promote_types(jnp.float32, x_BLD.dtype)
-        squash = jax.nn.sigmoid if self.scores is Scores.SIGMOID else jax.nn.softmax
-        score_TX = squash(jnp.matmul(x_TD.astype(wide), self.router[...].astype(wide)))
+        score_TX = self._scores(x_TD)
         X = score_TX.shape[1]
         block = block_rows(B * L * self.active, X)
         if choice is None:
-            _, expert_Tk = jax.lax.top_k(
-                jax.lax.stop_gradient(score_TX) + self.bias[...], self.active
-            )
-            expert_Tk = jnp.where(valid_T[:, None], expert_Tk, X)
+            expert_Tk = jnp.where(valid_T[:, None], self._chosen(score_TX), X)
             choice = Choice(expert_Tk, sort_by_group(expert_Tk, X, block))
         groups = choice.groups
-        chosen_Tk = jnp.take_along_axis(score_TX, jnp.minimum(choice.expert_Tk, X - 1), axis=1)
-        weight_Tk = self._weights(chosen_Tk)
+        weight_Tk = self._weights(score_TX, jnp.minimum(choice.expert_Tk, X - 1))
         # On a mesh with `tensor` every device has a part of each expert's columns.
         x_TD, weight_Tk = collectives.enter_tensor((x_TD, weight_Tk))
         rows_MD = spread(x_TD, groups)
@@ -99,12 +93,55 @@ class Experts(nnx.Module):
             out_BLD = out_BLD + self.shared(x_BLD)
         return out_BLD, _balance(score_TX, groups.size_X, valid_T, self.active), choice
 
-    def _weights(self, chosen_Tk: jax.Array) -> jax.Array:
-        """Weights of the chosen experts from their scores."""
+    def of_few(self, stack: Experts, index: tuple[Any, ...], x_BLD: jax.Array) -> jax.Array:
+        """The output for few tokens: one expert after the other, read where it lies in the stack.
+
+        Args:
+          stack: the experts of all layers, every leaf [N, ...].
+          index: of this layer in it; of this module the router and the shared experts are read.
+          x_BLD: normalised states; tokens of padding get what any token would.
+        """
+        x_TD = x_BLD.reshape(-1, x_BLD.shape[-1])
+        score_TX = self._scores(x_TD)
+        expert_Tk = self._chosen(score_TX)
+        weight_Tk = self._weights(score_TX, expert_Tk).astype(x_BLD.dtype)
+
+        def add(n, out_TD):
+            t, j = n // self.active, n % self.active
+            at = (*index, expert_Tk[t, j])
+            gate, up, down = (_one(leaf[...], at) for leaf in (stack.gate, stack.up, stack.down))
+            x_1D = jax.lax.dynamic_slice_in_dim(x_TD, t, 1)
+            hidden_1F = jax.nn.silu(linear(x_1D[None], gate)) * linear(x_1D[None], up)
+            old_1D = jax.lax.dynamic_slice_in_dim(out_TD, t, 1)
+            new_1D = old_1D + weight_Tk[t, j] * linear(hidden_1F, down)[0]
+            return jax.lax.dynamic_update_slice_in_dim(out_TD, new_1D, t, 0)
+
+        out_TD = jax.lax.fori_loop(0, len(x_TD) * self.active, add, jnp.zeros_like(x_TD))
+        out_BLD = out_TD.reshape(x_BLD.shape)
+        return out_BLD if self.shared is None else out_BLD + self.shared(x_BLD)
+
+    def _scores(self, x_TD: jax.Array) -> jax.Array:
+        wide = jnp.promote_types(jnp.float32, x_TD.dtype)
+        squash = jax.nn.sigmoid if self.scores is Scores.SIGMOID else jax.nn.softmax
+        return squash(jnp.matmul(x_TD.astype(wide), self.router[...].astype(wide)))
+
+    def _chosen(self, score_TX: jax.Array) -> jax.Array:
+        biased_TX = jax.lax.stop_gradient(score_TX) + self.bias[...]
+        return jax.lax.top_k(biased_TX, self.active)[1]
+
+    def _weights(self, score_TX: jax.Array, expert_Tk: jax.Array) -> jax.Array:
+        chosen_Tk = jnp.take_along_axis(score_TX, expert_Tk, axis=1)
         if self.scores is Scores.SOFTMAX_ALL:
             return chosen_Tk
         total = self.active if self.scores is Scores.SIGMOID else 1
         return total * chosen_Tk / jnp.sum(chosen_Tk, axis=1, keepdims=True)
+
+
+def _one(stack: jax.Array, index: tuple[Any, ...]) -> jax.Array:
+    """The matrix at an index of a stack's leading axes, by one slice."""
+    shape = stack.shape[len(index) :]
+    start = [jnp.asarray(i, jnp.int32) for i in (*index, *[0] * len(shape))]
+    return jax.lax.dynamic_slice(stack, start, (*[1] * len(index), *shape)).reshape(shape)
 
 
 def _balance(score_TX, size_X, valid_T, active) -> ExpertOutput:

@@ -50,7 +50,9 @@ def batch_statistics(model: Decoder, tokens_BL1: jax.Array, route: Route) -> dic
     return {"loss": collectives.batch_mean(loss)} | means
 
 
-def _compiled(mesh: Mesh | None) -> Callable[[Decoder, np.ndarray, Route], dict[str, jax.Array]]:
+def compiled_statistics(
+    mesh: Mesh | None,
+) -> Callable[[Decoder, np.ndarray, Route], dict[str, jax.Array]]:
     """`batch_statistics` of a batch that every process holds whole."""
     if mesh is None:
         return jit(batch_statistics)
@@ -78,7 +80,7 @@ def make_evaluator(mesh: Mesh | None = None) -> Evaluator:
     It takes a model, its calibrated thresholds and held-out batches (int32 [B, L + 1]; weighed by
     rows) and gives the fields of an evaluation record; None where a statistic is undefined.
     """
-    compiled = _compiled(mesh)
+    compiled = compiled_statistics(mesh)
 
     def evaluate(
         model: Decoder, thresholds: Thresholds, batches: Iterable[np.ndarray]
