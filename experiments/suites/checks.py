@@ -328,9 +328,9 @@ def _routing(check: Check) -> Row:
     compiled = training.gradient().lower(model, tokens).compile()
     call = functools.partial(compiled, model, tokens)
     jax.block_until_ready(call())
-    found = profile.seconds_by_kind(compiled.as_text() or "", call)
-    whole = sum(found.values())
-    return {"traced_s": whole} | {kind: found.get(kind, 0.0) / whole for kind in profile.KINDS}
+    text = compiled.as_text() or ""
+    seconds = profile.seconds_by_operation(text, call)
+    return {"traced_s": sum(seconds.values())} | profile.by_kind(text, seconds)
 
 
 KINDS = {

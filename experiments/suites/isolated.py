@@ -7,6 +7,7 @@ and answers with a line of JSON on the descriptor that it was given.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -57,7 +58,8 @@ class Worker:
             self._process.kill()
             self._process.wait()
             if self._process.stdin is not None:
-                self._process.stdin.close()
+                with contextlib.suppress(BrokenPipeError):  # a check that was not read
+                    self._process.stdin.close()
             os.close(self._answers)
             self._process = None
 

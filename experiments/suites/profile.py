@@ -70,8 +70,8 @@ def _kind(opcodes: set[str]) -> str:
     return "elementwise"
 
 
-def seconds_by_kind(text: str, call: Callable[[], Any]) -> dict[str, float]:
-    """Seconds of each kind in one call of a compiled program, summed over threads or streams.
+def seconds_by_operation(text: str, call: Callable[[], Any]) -> dict[str, float]:
+    """Seconds of each operation in one call of a compiled program, over all threads or streams.
 
     Args:
       text: the program, ``compiled.as_text()``.
@@ -90,10 +90,32 @@ def seconds_by_kind(text: str, call: Callable[[], Any]) -> dict[str, float]:
         for path in pathlib.Path(folder).rglob("*.xplane.pb"):
             for name, nanoseconds in _events(str(path)):
                 if name in named:
-                    total[named[name]] += nanoseconds
+                    total[name] += nanoseconds / 1e9
     if not total:
         raise UserError("the profiler's trace holds no operation of the program")
-    return {kind: total[kind] / 1e9 for kind in KINDS if kind in total}
+    return total
+
+
+def by_kind(text: str, seconds: dict[str, float]) -> dict[str, float]:
+    """Share of each kind in the seconds of a program's operations."""
+    named, whole = kinds(text), sum(seconds.values())
+    shares = dict.fromkeys(KINDS, 0.0)
+    for name, own in seconds.items():
+        shares[named[name]] += own / whole
+    return shares
+
+
+def largest(text: str, seconds: dict[str, float], count: int = 3) -> list[str]:
+    """The costliest operations that are no products, a line each: share, kind, place."""
+    named, whole = kinds(text), sum(seconds.values())
+    order = sorted(seconds, key=lambda name: -seconds[name])
+    found = [name for name in order if named[name] not in ("products", "attention")][:count]
+    lines = []
+    for name in found:
+        place = re.search(rf'%?{re.escape(name)} = .*op_name="([^"]*)"', text)
+        where = "/".join(place[1].split("/")[-4:]) if place else "no place"
+        lines.append(f"{seconds[name] / whole:6.1%}  {named[name]}: {name} ({where})")
+    return lines
 
 
 def _events(path: str) -> Iterator[tuple[str, float]]:
@@ -127,8 +149,10 @@ def profile(setting: Setting) -> list[Row]:
         compiled = training.gradient().lower(each.model, each.tokens).compile()
         call = functools.partial(compiled, each.model, each.tokens)
         jax.block_until_ready(call())
-        found = seconds_by_kind(compiled.as_text() or "", call)
-        whole = sum(found.values())
-        row: Row = {"model": each.name, "traced_seconds": whole}
-        rows.append(row | {kind: found.get(kind, 0.0) / whole for kind in KINDS})
+        text = compiled.as_text() or ""
+        seconds = seconds_by_operation(text, call)
+        row: Row = {"model": each.name, "traced_seconds": sum(seconds.values())}
+        rows.append(row | by_kind(text, seconds))
+        print(f"{each.name}: the largest costs that are no products")
+        print("\n".join(largest(text, seconds)))
     return rows
