@@ -22,8 +22,8 @@ from tests.training import small
 from xmod_jax.config import RunConfig
 
 HELD_AT = 3
-# Hierarchy and seed; runs that differ in their seed alone are compiled once. Seeds as in together.py:
-# no two rows tie, so that two processes select what one does.
+# Hierarchy and seed; runs that differ in their seed alone are compiled once. As in together.py the
+# seeds are such that no two rows tie, so that two processes select what one does.
 RUNS = {"dense": ("dense", 0), "xmod": ("A1K2", 6), "other_seed": ("A1K2", 7)}
 
 
