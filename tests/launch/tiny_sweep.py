@@ -27,7 +27,6 @@ HELD_AT = 3
 RUNS = {"dense": ("dense", 0), "xmod": ("A1K2", 6), "other_seed": ("A1K2", 7)}
 
 
-@registry.register("tiny")
 def tiny(scale: str) -> Experiment:
     """Dense and two X-MoD runs of eight steps."""
     runs = []
@@ -59,6 +58,7 @@ def _holding(watch: Any, make: Any) -> Trainer:
 def main(command: list[str]) -> None:
     if command[:2] != ["python", "-m"]:
         os.execvp(command[0], command)
+    registry.register("tiny")(tiny)
     make = cluster.trainer
     cluster.trainer = lambda watch: _holding(watch, make)
     module = importlib.import_module(command[2])
