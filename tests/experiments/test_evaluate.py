@@ -226,7 +226,7 @@ def folder(tmp_path_factory) -> pathlib.Path:
     for name, text in TASKS.items():
         (folder / f"tasks/{name}.yaml").write_text(text.replace("FOLDER", str(folder / "tasks")))
     questions = [
-        {"question": f"Question {n}: ", "choices": ["yes", "no", "maybe"], "answer": n % 3}
+        {"question": f"Question {n}:", "choices": ["yes", "no", "maybe"], "answer": n % 3}
         for n in range(5)
     ]
     (folder / "tasks/choice.json").write_text("\n".join(map(json.dumps, questions)))
