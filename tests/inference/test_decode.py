@@ -148,6 +148,7 @@ def test_running_every_layer_and_masking_gives_the_same_step():
         assert 0 < jnp.sum(left.count_NSB) < left.count_NSB.size * 2 / B
 
 
+@pytest.mark.slow
 def test_matrices_cast_once_decode_as_if_cast_at_each_use():
     model = make(SMALL)
     config = dataclasses.replace(model.config, compute=Compute.BFLOAT16)
