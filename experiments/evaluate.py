@@ -19,7 +19,6 @@ from absl import flags
 
 from experiments import cli, trained
 from xmod_jax.errors import UserError
-from xmod_jax.records import RunRecord
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, "run directory")
 _TASKS = flags.DEFINE_list("tasks", None, "names of tasks, with * and ? for several")
@@ -50,9 +49,7 @@ def main() -> None:
         raise UserError("--tasks is missing: give names of tasks, for instance hellaswag,piqa")
     if _SAMPLES.value and not _OUTPUT.value:
         raise UserError("--log_samples needs --output=DIR")
-    run = RunRecord.load(pathlib.Path(_CHECKPOINT.value))
-    if not trained.has_checkpoint(run):
-        raise UserError(f"{run.directory}: it has no checkpoint yet: train it first")
+    trained.find(_CHECKPOINT.value)
     for path in _INCLUDE.value or ():
         if not pathlib.Path(path).is_dir():
             raise UserError(f"--include_path={path}: no such folder")

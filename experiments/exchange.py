@@ -19,7 +19,6 @@ from absl import flags
 from experiments import cli, trained
 from xmod_jax.config import Compute, DataConfig
 from xmod_jax.errors import UserError
-from xmod_jax.records import RunRecord
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, "run directory, made by an import")
 _IMPORT = flags.DEFINE_string("import_hf", None, "Hugging Face folder to read")
@@ -68,9 +67,7 @@ def _import(folder: pathlib.Path, directory: pathlib.Path) -> None:
 
 
 def _export(directory: pathlib.Path, folder: pathlib.Path) -> None:
-    run = RunRecord.load(directory)
-    if not trained.has_checkpoint(run):
-        raise UserError(f"{directory}: it has no checkpoint yet: train it first")
+    run = trained.find(str(directory))
     from xmod_jax.data.tokenizer import get_tokenizer
     from xmod_jax.exchange import qwen3
     from xmod_jax.exchange.tensors import check_free

@@ -20,7 +20,6 @@ from absl import flags
 from experiments import cli, trained
 from xmod_jax.config import MAX_SEED
 from xmod_jax.errors import UserError
-from xmod_jax.records import RunRecord
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, "run directory")
 _PROMPT = flags.DEFINE_multi_string("prompt", [], "text to continue; may be given several times")
@@ -51,14 +50,10 @@ def main() -> None:
     prompts = _prompts()
     if not _CHECKPOINT.value:
         raise UserError("--checkpoint is missing: give a run directory")
-    run = RunRecord.load(pathlib.Path(_CHECKPOINT.value))
-    if not trained.has_checkpoint(run):
-        raise UserError(f"{run.directory}: it has no checkpoint yet: train it first")
+    run = trained.find(_CHECKPOINT.value)
     # Only now: a mistake is told without loading what models need.
-    from flax import nnx
-
     from xmod_jax.data.tokenizer import get_tokenizer
-    from xmod_jax.inference.generate import Generator, Prompts
+    from xmod_jax.inference.generate import Generator, Prompts, drawing_from
     from xmod_jax.inference.sampling import Sampling
     from xmod_jax.inference.text import Stop, Text, generate
     from xmod_jax.model import Threshold
@@ -71,8 +66,7 @@ def main() -> None:
     tokenizer = get_tokenizer(dataset.tokenizer, _VOCABULARY.value)
     # Training shows every document behind an end-of-text token, so a prompt starts behind one too.
     ids = [[tokenizer.end_of_text, *tokenizer.encode(prompt).tolist()] for prompt in prompts]
-    # Ids that no text has, of a vocabulary larger than the tokenizer's, are never drawn.
-    model.head = nnx.Param(model.head[...][:, : tokenizer.vocab_size])
+    model = drawing_from(model, tokenizer.vocab_size)
     generator = Generator(model, Threshold(thresholds), max_routed=_MAX_ROUTED.value)
     texts = [Text(tokenizer, stop) for _ in prompts]
     stream = _FORMAT.value == "text" and len(prompts) == 1

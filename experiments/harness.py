@@ -8,25 +8,22 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import pathlib
 import zlib
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from flax import nnx
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 
 from experiments import trained
 from xmod_jax.data.tokenizer import Tokenizer, get_tokenizer
 from xmod_jax.errors import UserError
-from xmod_jax.inference.generate import Generator, Prompts
+from xmod_jax.inference.generate import Generator, Prompts, drawing_from
 from xmod_jax.inference.sampling import Sampling
 from xmod_jax.inference.scoring import Scorer, padded_length, power_of_two
 from xmod_jax.inference.text import Stop, Text, generate
 from xmod_jax.model import Decoder, Threshold
-from xmod_jax.records import RunRecord
 
 NAME = "xmod"
 _MAX_GEN_TOKS = 256  # where a task does not say, as in the harness's own models
@@ -109,9 +106,7 @@ class XmodLM(TemplateLM):
           UserError: not a run, no checkpoint, or a value that cannot be.
         """
         super().__init__()
-        run = RunRecord.load(pathlib.Path(pretrained))
-        if not trained.has_checkpoint(run):
-            raise UserError(f"{run.directory}: it has no checkpoint yet: train it first")
+        run = trained.find(pretrained)
         if threshold not in ("calibrated", "paper"):
             raise UserError(f"threshold is calibrated or paper, not {threshold}")
         if not str(batch_size).isdigit():
@@ -129,10 +124,7 @@ class XmodLM(TemplateLM):
         self.batch_size, self.max_length = batch_size, length
         self._tokens = tokenizer
         self._scorer = Scorer(model, route, length, batch_size)
-        # Ids that no text has, of a vocabulary larger than the tokenizer's, are never drawn.
-        drawing = nnx.clone(model)
-        drawing.head = nnx.Param(model.head[...][:, : tokenizer.vocab_size])
-        self._generator = Generator(drawing, route)
+        self._generator = Generator(drawing_from(model, tokenizer.vocab_size), route)
 
     @classmethod
     def of(

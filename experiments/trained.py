@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 from typing import TYPE_CHECKING
 
 from xmod_jax import records
@@ -17,6 +18,18 @@ if TYPE_CHECKING:
 def has_checkpoint(run: RunRecord) -> bool:
     """Whether a checkpoint is there, whole or not; loads nothing."""
     return any((run.directory / records.CHECKPOINTS).glob("[0-9]*"))
+
+
+def find(directory: str) -> RunRecord:
+    """The run of a directory; loads nothing of its checkpoints.
+
+    Raises:
+      UserError: no run directory, or no checkpoint in it.
+    """
+    run = RunRecord.load(pathlib.Path(directory))
+    if not has_checkpoint(run):
+        raise UserError(f"{run.directory}: it has no checkpoint yet: train it first")
+    return run
 
 
 def load(run: RunRecord) -> tuple[TrainState, Dataset | Mixture]:

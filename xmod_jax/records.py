@@ -89,12 +89,7 @@ def write_atomically(path: Path, content: bytes) -> None:
         if isinstance(error, OSError) and error.filename in (None, os.fspath(temporary)):
             error.filename = os.fspath(path)
         raise
-    # The rename itself is on disk only once the folder is.
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync(path.parent)  # the rename itself is on disk only once the folder is
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -159,11 +154,14 @@ def _end_of_lines(descriptor: int) -> int:
 
 
 def sync(path: Path) -> None:
-    """Forces a file's lines to disk, so that a checkpoint never outlives the records before it."""
-    path = pathlib.Path(path)
-    if path.exists():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+    """Forces a file's content, or a folder's names, to disk; nothing where there is none."""
+    if not os.path.exists(path):
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def read_lines(path: Path) -> list[Record]:

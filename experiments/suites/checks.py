@@ -141,9 +141,7 @@ def _step(check: Check) -> Row:
     shape = sharding.MeshShape.parse(check.mesh)
     shape.check(run)
     mesh = shape.make()
-    batch = (check.batch, check.length + 1)
-    vocabulary = run.model.backbone.vocab_size
-    draw = np.random.default_rng(0).integers(0, vocabulary, batch, np.int32)
+    draw = models.random_tokens(run.model, check.batch, check.length + 1)
     tokens = sharding.spread(draw, mesh, P(sharding.BATCH_AXES))
     begin = time.perf_counter()
     step = jax.jit(make_step(run, mesh), donate_argnums=0)
@@ -251,9 +249,7 @@ def _gradients(check: Check, compute: Compute) -> Any:
 
     config = dataclasses.replace(check.model_config(), compute=compute)
     model = models.random_model(config)
-    shape = (check.batch, check.length + 1)
-    draw = np.random.default_rng(0).integers(0, config.backbone.vocab_size, shape, np.int32)
-    tokens = jax.device_put(draw)
+    tokens = jax.device_put(models.random_tokens(config, check.batch, check.length + 1))
     objective = lambda model: training_loss(model, tokens, 0.0)[0]
     with jax.default_matmul_precision("highest" if compute is Compute.FLOAT32 else "default"):
         loss, gradient = jax.jit(jax.value_and_grad(objective))(model)
@@ -316,20 +312,10 @@ def _attention(check: Check) -> Row:
 def _routing(check: Check) -> Row:
     """Share of routing (gather, scatter, top-k, sort) in the gradient's time, from a trace."""
     import jax
-    import numpy as np
-
-    from experiments.suites import training
 
     config = check.model_config()
-    model, shape = models.random_model(config), (check.batch, check.length + 1)
-    tokens = jax.device_put(
-        np.random.default_rng(0).integers(0, config.backbone.vocab_size, shape, np.int32)
-    )
-    compiled = training.gradient().lower(model, tokens).compile()
-    call = functools.partial(compiled, model, tokens)
-    jax.block_until_ready(call())
-    text = compiled.as_text() or ""
-    seconds = profile.seconds_by_operation(text, call)
+    tokens = jax.device_put(models.random_tokens(config, check.batch, check.length + 1))
+    text, seconds = profile.of_gradient(models.random_model(config), tokens)
     return {"traced_s": sum(seconds.values())} | profile.by_kind(text, seconds)
 
 

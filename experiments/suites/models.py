@@ -105,7 +105,6 @@ def config(name: str, depth: int, layer: Backbone, compute: Compute) -> ModelCon
 def contenders(setting: Setting, arrays: bool) -> list[Contender]:
     """The models of this package among the contenders; shapes only unless `arrays`."""
     import jax
-    import numpy as np
 
     layer = backbone(setting.width)
     shape = (setting.batch, setting.context + 1)
@@ -117,8 +116,7 @@ def contenders(setting: Setting, arrays: bool) -> list[Contender]:
         model = random_model(model_config) if arrays else shapes(model_config)
         tokens: Any = jax.ShapeDtypeStruct(shape, "int32")
         if arrays:
-            draw = np.random.default_rng(0).integers(0, layer.vocab_size, shape, np.int32)
-            tokens = jax.device_put(draw)
+            tokens = jax.device_put(random_tokens(model_config, *shape))
         found.append(Contender(label, model_config, model, tokens))
     return found
 
@@ -131,6 +129,13 @@ def shapes(model: ModelConfig) -> Any:
     from xmod_jax.model import Decoder
 
     return jax.eval_shape(lambda key: Decoder(model, rngs=nnx.Rngs(key)), jax.random.key(0))
+
+
+def random_tokens(model: ModelConfig, *shape: int) -> Any:
+    """int32 token ids of a shape, in NumPy; the same at every call."""
+    import numpy as np
+
+    return np.random.default_rng(0).integers(0, model.backbone.vocab_size, shape, np.int32)
 
 
 def random_model(model: ModelConfig) -> Any:

@@ -96,6 +96,19 @@ def seconds_by_operation(text: str, call: Callable[[], Any]) -> dict[str, float]
     return total
 
 
+def of_gradient(model: Any, tokens: Any) -> tuple[str, dict[str, float]]:
+    """The compiled training gradient of a batch, and the seconds of its operations in one call."""
+    import jax
+
+    from experiments.suites import training
+
+    compiled = training.gradient().lower(model, tokens).compile()
+    call = functools.partial(compiled, model, tokens)
+    jax.block_until_ready(call())
+    text = compiled.as_text() or ""
+    return text, seconds_by_operation(text, call)
+
+
 def by_kind(text: str, seconds: dict[str, float]) -> dict[str, float]:
     """Share of each kind in the seconds of a program's operations."""
     named, whole = kinds(text), sum(seconds.values())
@@ -139,18 +152,10 @@ def profile(setting: Setting) -> list[Row]:
 
     Two operations that run at once, each at half its rate, count with their whole times.
     """
-    import jax
-
-    from experiments.suites import training
-
     rows = []
     for each in models.contenders(setting, arrays=True):
         timing.say(f"compiling {each.name}")
-        compiled = training.gradient().lower(each.model, each.tokens).compile()
-        call = functools.partial(compiled, each.model, each.tokens)
-        jax.block_until_ready(call())
-        text = compiled.as_text() or ""
-        seconds = seconds_by_operation(text, call)
+        text, seconds = of_gradient(each.model, each.tokens)
         row: Row = {"model": each.name, "traced_seconds": sum(seconds.values())}
         rows.append(row | by_kind(text, seconds))
         print(f"{each.name}: the largest costs that are no products")

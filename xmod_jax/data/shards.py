@@ -165,11 +165,7 @@ class ShardWriter:
         if reader.num_records() != self._records:
             raise OSError(f"{self._path}: the disk kept {reader.num_records()} of the records")
         reader.close()
-        descriptor = os.open(self._temporary, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        records.sync(self._temporary)
         size = self._temporary.stat().st_size
         self._temporary.rename(self._path)
         digest = self._hash.hexdigest()

@@ -196,17 +196,9 @@ def replacing(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     try:
         yield temporary
         for path in (*temporary.rglob("*"), temporary):
-            _sync(path)
+            records.sync(path)
         temporary.rename(folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    _sync(folder.parent)
-
-
-def _sync(path: pathlib.Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    records.sync(folder.parent)

@@ -30,7 +30,7 @@ from xmod_jax.model import Decoder, Stages, Threshold
 from xmod_jax.nn import routing
 from xmod_jax.nn.layers import AttentionLayer, FFNBlock, Phases, rotary_phases, updated
 from xmod_jax.nn.moe import MoEBlock
-from xmod_jax.nn.routed_stage import read_logits
+from xmod_jax.nn.routed_stage import pick, read_logits
 
 _STAYS = re.compile(r"\.router|\.sparse\.gate|\.ffn\.bias")
 
@@ -125,22 +125,11 @@ def cast_once(model: Decoder) -> Decoder:
     return jax.tree_util.tree_map_with_path(cast, model)
 
 
-def _pick(tree: Any, index: tuple[Any, ...]) -> Any:
-    """Leaf[index] of every leaf, by one slice: slices of slices would copy whole stages."""
-
-    def one(leaf: jax.Array) -> jax.Array:
-        rest = leaf.shape[len(index) :]
-        start = (*index, *[0] * len(rest))
-        return lax.dynamic_slice(leaf, start, (*[1] * len(index), *rest)).reshape(rest)
-
-    return jax.tree.map(one, tree)
-
-
 def _dense(
     blocks: Any, index: tuple[Any, ...], x_BTD: jax.Array, store: Rows, new: _New
 ) -> tuple[jax.Array, Rows]:
     """A layer for every token (dense, of experts, or a lead's attention), and its cache."""
-    block = _pick(blocks, index)
+    block = pick(blocks, index)
 
     def attend(q_BTHE, k_BTGE, v_BTGE):
         rows = caches.append(store, index, (k_BTGE, v_BTGE), new.start_B, new.count_B)
@@ -289,7 +278,7 @@ def _at(sparse: _Sparse, now: _Now) -> tuple[Any, Any]:
 def _keep_all(sparse: _Sparse, now: _Now) -> GroupCache:
     """Selected-Q/full-KV: every new token's keys and values, whether it is routed or not."""
     at, block, new = _at(sparse, now), sparse.layers.block, sparse.new
-    norm, attention = _pick((block.attention_norm, block.attention), at)
+    norm, attention = pick((block.attention_norm, block.attention), at)
     store = now.cache.sparse
     assert store is not None
     kept = caches.append(store, at, attention.keys_values(norm(now.x_BTD), new.phases), *new[2:])
@@ -325,7 +314,7 @@ def _routed_layer(
 ) -> _Now:
     """A sparse layer's block on at most `size` routed rows of each sequence."""
     at, cache = _at(sparse, now), now.cache
-    layer = _pick(sparse.layers, at)
+    layer = pick(sparse.layers, at)
     block = layer.block
     take, put = _rows_of(mask_BT, size)
     rows_BMD, phases = take(now.x_BTD), jax.tree.map(take, sparse.new.phases)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from xmod_jax.errors import UserError
 from xmod_jax.inference import cache as caches
@@ -56,6 +57,16 @@ class Prompts(NamedTuple):
         """From a batch padded on the left, on the right or both, and its mask of real tokens."""
         pairs = zip(np.asarray(tokens_BL), np.asarray(valid_BL, bool), strict=True)
         return cls.ragged([tokens_L[valid_L] for tokens_L, valid_L in pairs])
+
+
+def drawing_from(model: Decoder, vocab_size: int) -> Decoder:
+    """The model with a head for the first ids alone: ids that no text has are never drawn.
+
+    A vocabulary may be larger than the tokenizer's. `model` stays as it is.
+    """
+    limited = nnx.clone(model)
+    limited.head = nnx.Param(model.head[...][:, :vocab_size])
+    return limited
 
 
 class Generator:

@@ -20,6 +20,7 @@ from xmod_jax.nn import collectives
 from xmod_jax.nn.attention import Saved
 from xmod_jax.nn.grouped import Groups, block_rows, collect, grouped_matmul, sort_by_group, spread
 from xmod_jax.nn.layers import Attention, Phases, RMSNorm, SwiGLU, linear, matrix
+from xmod_jax.nn.routed_stage import pick
 
 
 class ExpertBias(nnx.Variable):
@@ -108,8 +109,8 @@ class Experts(nnx.Module):
 
         def add(n, out_TD):
             t, j = n // self.active, n % self.active
-            at = (*index, expert_Tk[t, j])
-            gate, up, down = (_one(leaf[...], at) for leaf in (stack.gate, stack.up, stack.down))
+            matrices = stack.gate[...], stack.up[...], stack.down[...]
+            gate, up, down = pick(matrices, (*index, expert_Tk[t, j]))
             x_1D = jax.lax.dynamic_slice_in_dim(x_TD, t, 1)
             hidden_1F = jax.nn.silu(linear(x_1D[None], gate)) * linear(x_1D[None], up)
             old_1D = jax.lax.dynamic_slice_in_dim(out_TD, t, 1)
@@ -135,13 +136,6 @@ class Experts(nnx.Module):
             return chosen_Tk
         total = self.active if self.scores is Scores.SIGMOID else 1
         return total * chosen_Tk / jnp.sum(chosen_Tk, axis=1, keepdims=True)
-
-
-def _one(stack: jax.Array, index: tuple[Any, ...]) -> jax.Array:
-    """The matrix at an index of a stack's leading axes, by one slice."""
-    shape = stack.shape[len(index) :]
-    start = [jnp.asarray(i, jnp.int32) for i in (*index, *[0] * len(shape))]
-    return jax.lax.dynamic_slice(stack, start, (*[1] * len(index), *shape)).reshape(shape)
 
 
 def _balance(score_TX, size_X, valid_T, active) -> ExpertOutput:

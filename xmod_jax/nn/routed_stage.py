@@ -177,6 +177,17 @@ def at(tree: Any, *index: jax.Array) -> Any:
     return tree
 
 
+def pick(tree: Any, index: tuple[Any, ...]) -> Any:
+    """As `at`, by one slice: where a turn of a loop does little, slices of slices copy stages."""
+
+    def one(leaf: jax.Array) -> jax.Array:
+        rest = leaf.shape[len(index) :]
+        start = [jnp.asarray(i, jnp.int32) for i in (*index, *[0] * len(rest))]
+        return lax.dynamic_slice(leaf, start, (*[1] * len(index), *rest)).reshape(rest)
+
+    return jax.tree.map(one, tree)
+
+
 def _write(tree: Any, new: Any, *index: Any) -> Any:
     """The tree with leaf[index] = new; in place where the compiler may."""
 

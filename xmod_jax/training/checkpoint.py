@@ -36,6 +36,9 @@ class Keep:
     every: int = 0
 
 
+NEWEST = Keep()
+
+
 class Checkpoints:
     """The checkpoints of one run directory.
 
@@ -49,7 +52,7 @@ class Checkpoints:
         config: RunConfig,
         data_hash: str,
         processes: Processes = ALONE,
-        keep: Keep | None = None,
+        keep: Keep = NEWEST,
         read_only: bool = False,
     ) -> None:
         """Opens the checkpoints below a run directory.
@@ -59,14 +62,13 @@ class Checkpoints:
           config: the run; its hash and model are stored with every checkpoint.
           data_hash: fingerprint of the training data, stored likewise.
           processes: those that save and restore together; each holds its part of the state.
-          keep: which checkpoints stay; None: the newest ones alone.
+          keep: which checkpoints stay.
           read_only: change nothing there; another worker may be saving.
         """
         self._folder = (directory / records.CHECKPOINTS).absolute()
         self._config = config
         self._data_hash = data_hash
         self._processes = processes
-        keep = keep or Keep()
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep.newest or config.train.keep_checkpoints,
             keep_period=keep.every or None,

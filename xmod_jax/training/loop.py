@@ -20,7 +20,7 @@ from xmod_jax import accounting, records, sharding
 from xmod_jax.config import RunConfig
 from xmod_jax.data import pipeline, sources
 from xmod_jax.errors import UserError
-from xmod_jax.training.checkpoint import Checkpoints, Keep
+from xmod_jax.training.checkpoint import NEWEST, Checkpoints, Keep
 from xmod_jax.training.compilation import jit
 from xmod_jax.training.evaluation import make_evaluator
 from xmod_jax.training.preemption import Interrupted, Preempted, Watch
@@ -68,7 +68,7 @@ def train(
     progress: Callable[[Progress], None],
     shape: sharding.MeshShape | None = None,
     watch: Watch | None = None,
-    keep: Keep | None = None,
+    keep: Keep = NEWEST,
 ) -> dict[str, Any]:
     """Runs or resumes `config` in `directory` until it is DONE.
 
@@ -80,7 +80,7 @@ def train(
       progress: called after every step.
       shape: the mesh to train on, whatever mesh the run was on before; None: one device.
       watch: who is asked whether to leave; None: nobody.
-      keep: which checkpoints stay; None: the newest ones alone.
+      keep: which checkpoints stay.
 
     Returns:
       The last evaluation record; an empty one in processes other than 0.
@@ -90,7 +90,7 @@ def train(
       Preempted: asked to leave; saved.
       UserError: data, disk, a mesh that does not fit, or a checkpoint of something else.
     """
-    watch, keep = watch or Watch(), keep or Keep()
+    watch = watch or Watch()
     shape = shape or sharding.MeshShape()
     shape.check(config)
     mesh = shape.make() if shape.size > 1 else None
@@ -137,7 +137,6 @@ class _Run:
         self.tokens_per_s = 0.0
         self.clock: float | None = None  # of the last recorded step; None after other work
         self.waiting: _Waiting | None = None
-        self.started = config.start is not None  # from weights that another run has trained
 
     def go(self) -> dict[str, Any]:
         """Takes the steps that are left, then marks the run done."""
@@ -159,7 +158,8 @@ class _Run:
     def _go_on(self) -> None:
         # A death between the last checkpoint and its records, or a signal: made again. A run that
         # starts from another's weights shows what they are worth before its first step.
-        evaluates = self._due(self.taken, self.train.eval_every) if self.taken else self.started
+        started = self.config.start is not None
+        evaluates = self._due(self.taken, self.train.eval_every) if self.taken else started
         if evaluates and self._lacks_evaluation():
             self._record_evaluation(self.taken, self.state)
         while self.taken < self.train.steps:
@@ -212,7 +212,7 @@ class _Run:
 
     def _start(self) -> tuple[TrainState, int]:
         """Fresh or restored state and its step; records later than it are dropped."""
-        if self.checkpoints.latest is None and self.started:
+        if self.checkpoints.latest is None and self.config.start is not None:
             state = started_state(self.config, self.mesh)
             # From now on the run needs nothing of the other.
             self.checkpoints.save(state, self.position)
@@ -227,7 +227,7 @@ class _Run:
             return state, step
         for name in (records.TRAIN, records.EVAL):
             records.truncate_after(self.directory / name, step)
-        if (last := self._last_step(records.TRAIN)) < step:
+        if (last := self._last_step(records.TRAIN) or 0) < step:
             logging.warning(
                 "%s ends at step %d, the checkpoint is of step %d: the curve keeps a gap",
                 self.directory / records.TRAIN,
@@ -237,17 +237,15 @@ class _Run:
         return state, step
 
     def _lacks_evaluation(self) -> bool:
-        def lacks() -> int:
-            lines = records.read_lines(self.directory / records.EVAL)
-            return int(not lines or lines[-1]["step"] != self.taken)
-
+        lacks = lambda: int(self._last_step(records.EVAL) != self.taken)
         return bool(self.watch.processes.from_leader(lacks))
 
-    def _last_step(self, name: str) -> int:
+    def _last_step(self, name: str) -> int | None:
         lines = records.read_lines(self.directory / name)
-        return lines[-1]["step"] if lines else 0
+        return lines[-1]["step"] if lines else None
 
     def _sync_records(self) -> None:
+        """A checkpoint must never outlive the records before it."""
         for name in (records.TRAIN, records.EVAL):
             records.sync(self.directory / name)
 
