@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import socket
 import subprocess
 import sys
 
@@ -13,6 +14,12 @@ def environment(devices: int) -> dict[str, str]:
     flags = os.environ.get("XLA_FLAGS", "")
     forced = f"{flags} --xla_force_host_platform_device_count={devices}"
     return os.environ | {"XLA_FLAGS": forced, "JAX_PLATFORMS": "cpu"}
+
+
+def coordinator() -> str:
+    """``localhost:port`` where processes can meet; the port is free now."""
+    with socket.create_server(("localhost", 0)) as server:
+        return f"localhost:{server.getsockname()[1]}"
 
 
 def run_module(

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from typing import Any
 
 import pytest
 
-from tests.devices import ROOT, environment
+from tests.devices import ROOT, coordinator, environment
+from tests.training import small
 from xmod_jax import records
 from xmod_jax.errors import UserError
 from xmod_jax.processes import Processes
 
-_TIMED = "tokens_per_s"
 _SLURM = {
     "SLURM_JOB_ID": "1234",
     "SLURM_STEP_ID": "0",
@@ -85,11 +84,9 @@ def test_variables_that_are_no_numbers_are_refused():
 
 def together(directory, count, mesh, devices=1, signal_at=None):
     """Exit statuses and errors of `count` processes that train the small run."""
-    with socket.create_server(("localhost", 0)) as server:
-        port = server.getsockname()[1]
-    children = []
+    place, children = coordinator(), []
     for index in range(count):
-        arguments = [directory, mesh, count, index, f"localhost:{port}"]
+        arguments = [directory, mesh, count, index, place]
         if signal_at is not None and index == count - 1:
             arguments.append(signal_at)
         command = [sys.executable, "-m", "tests.training.together", *map(str, arguments)]
@@ -107,14 +104,9 @@ def together(directory, count, mesh, devices=1, signal_at=None):
     return [status for _, status in ends], [error[-3000:] for (_, error), _ in ends]
 
 
-def curve(directory, name=records.TRAIN):
-    lines = records.read_lines(directory / name)
-    return [{key: value for key, value in line.items() if key != _TIMED} for line in lines]
-
-
 def check_same_curve(one, other):
     for name in (records.TRAIN, records.EVAL):
-        want, got = curve(one, name), curve(other, name)
+        want, got = small.curve(one, name), small.curve(other, name)
         assert [line["step"] for line in got] == [line["step"] for line in want]
         for a, b in zip(got, want, strict=True):
             for key in ("loss", "loss_topk", "loss_threshold", "loss_calibrated"):
@@ -173,10 +165,9 @@ main()
 
 
 def test_one_that_waits_for_a_killed_process_in_a_library_ends_with_one_line():
-    with socket.create_server(("localhost", 0)) as server:
-        coordinator = f"localhost:{server.getsockname()[1]}"
+    place = coordinator()
     start = lambda index: subprocess.Popen(
-        [sys.executable, "-c", _DEAF, coordinator, str(index)],
+        [sys.executable, "-c", _DEAF, place, str(index)],
         cwd=ROOT,
         env=environment(1),
         stderr=subprocess.PIPE,

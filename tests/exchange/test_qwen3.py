@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-import re
 
 import jax
 import jax.numpy as jnp
@@ -79,13 +78,15 @@ def test_a_tied_folder_may_hold_the_head_as_well_if_it_is_the_same(tmp_path):
     folders.make(tmp_path / "same", TIED, same)
     assert _read(tmp_path / "same").model.config.backbone.norm_eps == 1e-5
     folders.make(tmp_path / "other", TIED, stored | {"lm_head.weight": same["lm_head.weight"] + 1})
-    _refused(tmp_path / "other", "lm_head.weight is not model.embed_tokens.weight")
+    assert "lm_head.weight is not model.embed_tokens.weight" in _refusal(tmp_path / "other")
 
 
-def _refused(folder: pathlib.Path, message: str) -> None:
-    with pytest.raises(UserError, match=re.escape(message)) as error:
+def _refusal(folder: pathlib.Path) -> str:
+    """What reading a folder is refused with: one line that names the folder."""
+    with pytest.raises(UserError) as error:
         _read(folder)
     assert "\n" not in str(error.value) and str(folder) in str(error.value)
+    return str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -110,13 +111,13 @@ def _refused(folder: pathlib.Path, message: str) -> None:
 )
 def test_a_model_that_is_not_ours_is_refused_in_one_line(tmp_path, change, message):
     folders.make(tmp_path / "theirs", CONFIG | change, folders.weights(CONFIG))
-    _refused(tmp_path / "theirs", message)
+    assert message in _refusal(tmp_path / "theirs")
 
 
 @pytest.mark.parametrize("change", [{"mlp_only_layers": [0]}, {"decoder_sparse_step": 2}])
 def test_experts_in_some_layers_only_are_refused(tmp_path, change):
     folders.make(tmp_path / "theirs", EXPERTS | change)
-    _refused(tmp_path / "theirs", f"{next(iter(change))} is")
+    assert f"{next(iter(change))} is" in _refusal(tmp_path / "theirs")
 
 
 @pytest.mark.parametrize("cut", [0, 4, 100, -5])
@@ -124,34 +125,34 @@ def test_a_cut_or_damaged_file_is_one_line(tmp_path, cut):
     folders.make(tmp_path / "theirs", CONFIG, shards=2)
     path = tmp_path / "theirs/model-00002-of-00002.safetensors"
     path.write_bytes(path.read_bytes()[:cut])
-    _refused(tmp_path / "theirs", "model-00002-of-00002.safetensors: damaged or cut")
+    assert "model-00002-of-00002.safetensors: damaged or cut" in _refusal(tmp_path / "theirs")
 
 
 def test_numbers_that_are_none_are_one_line(tmp_path):
     stored = folders.weights(CONFIG)
     stored["model.norm.weight"][3] = np.nan
     folders.make(tmp_path / "theirs", CONFIG, stored)
-    _refused(tmp_path / "theirs", "model.norm.weight holds numbers that are not finite")
+    assert "model.norm.weight holds numbers that are not finite" in _refusal(tmp_path / "theirs")
 
 
 def test_integers_are_refused(tmp_path):
     stored = folders.weights(CONFIG)
     folders.make(tmp_path / "theirs", CONFIG, stored | {"model.norm.weight": np.ones(16, np.int8)})
-    _refused(tmp_path / "theirs", "model.norm.weight is of type I8")
+    assert "model.norm.weight is of type I8" in _refusal(tmp_path / "theirs")
 
 
 def test_a_folder_without_safetensors_or_a_shard_is_one_line(tmp_path):
-    _refused(tmp_path / "nowhere", "no such folder")
+    assert "no such folder" in _refusal(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
-    _refused(tmp_path / "empty", "config.json: no such file")
+    assert "config.json: no such file" in _refusal(tmp_path / "empty")
     (tmp_path / "empty/config.json").write_text("{")
-    _refused(tmp_path / "empty", "config.json: not a JSON object")
+    assert "config.json: not a JSON object" in _refusal(tmp_path / "empty")
     (tmp_path / "empty/config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "empty/pytorch_model.bin").write_bytes(b"pickled")
-    _refused(tmp_path / "empty", "pickled weights (.bin) are not read")
+    assert "pickled weights (.bin) are not read" in _refusal(tmp_path / "empty")
     folders.make(tmp_path / "theirs", CONFIG, shards=2)
     (tmp_path / "theirs/model-00001-of-00002.safetensors").unlink()
-    _refused(tmp_path / "theirs", "model-00001-of-00002.safetensors: no such file")
+    assert "model-00001-of-00002.safetensors: no such file" in _refusal(tmp_path / "theirs")
 
 
 @pytest.mark.parametrize("place", ["../out.safetensors", "/etc/passwd", 3, None])
@@ -159,7 +160,7 @@ def test_an_index_reaches_no_file_outside_its_folder(tmp_path, place):
     folders.make(tmp_path / "theirs", CONFIG, shards=2)
     index = {"weight_map": {"model.norm.weight": place}}
     (tmp_path / "theirs/model.safetensors.index.json").write_text(json.dumps(index))
-    _refused(tmp_path / "theirs", "does not name files of this folder")
+    assert "does not name files of this folder" in _refusal(tmp_path / "theirs")
 
 
 def test_what_qwen3_does_not_have_is_not_written(tmp_path):

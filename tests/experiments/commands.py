@@ -18,3 +18,11 @@ def run_command(
         text=True,
         timeout=timeout,
     )
+
+
+def refusal(command: str, *arguments: object) -> str:
+    """What a command says to a mistake: one line, and status 2."""
+    refused = run_command(command, *arguments)
+    assert refused.returncode == 2, refused.stderr
+    assert len(refused.stderr.strip().splitlines()) == 1, refused.stderr
+    return refused.stderr

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-from tests.experiments.commands import run_command
+from tests.experiments.commands import refusal, run_command
+from tests.inference import confident
 from tests.training import small
 from xmod_jax import records
 from xmod_jax.config import ModelConfig, Routing
@@ -44,9 +44,7 @@ END = ByteTokenizer.end_of_text
     ],
 )
 def test_a_mistake_is_one_line(arguments, message):
-    refused = _run(*arguments)
-    assert refused.returncode == 2
-    assert message in refused.stderr and len(refused.stderr.strip().splitlines()) == 1
+    assert message in refusal("evaluate", *arguments)
 
 
 lm_eval = pytest.importorskip("lm_eval", reason="needs the packages of requirements-hf.lock")
@@ -60,10 +58,7 @@ class Request(NamedTuple):
 
 @functools.cache
 def model() -> Decoder:
-    built = jax.jit(lambda key: Decoder(CONFIG, rngs=nnx.Rngs(key)))(jax.random.key(1))
-    built.embedding[...] *= 50
-    built.head[...] *= 20
-    return built
+    return confident.decoder(CONFIG, head=20)
 
 
 @functools.cache

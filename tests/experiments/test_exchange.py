@@ -8,7 +8,7 @@ import json
 import pytest
 
 from tests.exchange import folders
-from tests.experiments.commands import run_command
+from tests.experiments.commands import refusal, run_command
 from xmod_jax.records import RunRecord, Status
 
 _run = functools.partial(run_command, "exchange")
@@ -51,6 +51,4 @@ def test_a_folder_becomes_a_run_and_a_folder_again(tmp_path):
     ],
 )
 def test_a_mistake_is_one_line(arguments, message):
-    refused = _run(*arguments)
-    assert refused.returncode == 2
-    assert message in refused.stderr and len(refused.stderr.strip().splitlines()) == 1
+    assert message in refusal("exchange", *arguments)

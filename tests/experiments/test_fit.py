@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from tests.experiments.commands import run_command
+from tests.experiments.commands import refusal, run_command
 from tests.law.grid import TABLE8, paper_rows
 from tests.law.sweep_directories import write_sweeps
 from xmod_jax.law.observations import read_csv, to_csv
@@ -18,13 +18,7 @@ FIGURES = ("context", "routed_tokens", "size", "stride")
 
 
 _run = functools.partial(run_command, "fit", timeout=120)
-
-
-def _refused(*arguments: object) -> str:
-    done = _run(*arguments)
-    assert done.returncode == 2
-    assert len(done.stderr.strip().splitlines()) == 1
-    return done.stderr
+_refused = functools.partial(refusal, "fit")
 
 
 @pytest.fixture

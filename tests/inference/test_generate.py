@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
+from tests.inference import confident
 from tests.test_model import TINY, run
 from xmod_jax.config import ModelConfig, Routing
 from xmod_jax.data.tokenizer import ByteTokenizer
@@ -28,10 +27,7 @@ LENGTHS, COUNT = (12, 3, 7), 9
 
 @functools.cache
 def model() -> Decoder:
-    built = jax.jit(lambda key: Decoder(CONFIG, rngs=nnx.Rngs(key)))(jax.random.key(1))
-    built.embedding[...] *= 50
-    built.head[...] *= 50
-    return built
+    return confident.decoder(CONFIG, head=50)
 
 
 def prompts(side: str = "right") -> Prompts:

@@ -7,8 +7,8 @@ import functools
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
+from tests.inference import confident
 from tests.test_model import TINY, run
 from xmod_jax.config import ModelConfig, Routing
 from xmod_jax.hierarchy import Hierarchy, StageGroup
@@ -38,10 +38,7 @@ PAIRS = [
 
 @functools.cache
 def model() -> Decoder:
-    built = jax.jit(lambda key: Decoder(CONFIG, rngs=nnx.Rngs(key)))(jax.random.key(1))
-    built.embedding[...] *= 50
-    built.head[...] *= 20
-    return built
+    return confident.decoder(CONFIG, head=20)
 
 
 def _route() -> Threshold:

@@ -16,6 +16,7 @@ import pytest
 from tests.launch import slurm_cluster
 from tests.launch.slurm_cluster import Slurm
 from tests.launch.tiny_sweep import HELD_AT, RUNS
+from tests.training import small
 from xmod_jax import records
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -88,11 +89,6 @@ def wait_until_completed(slurm: Slurm, *jobs: str) -> None:
     assert states() == ["COMPLETED"] * len(jobs), slurm.report()
 
 
-def curve(directory: pathlib.Path, name: str) -> list[dict[str, object]]:
-    lines = records.read_lines(directory / name)
-    return [{key: value for key, value in line.items() if key != "tokens_per_s"} for line in lines]
-
-
 def test_a_sweep_as_an_array_survives_preemption_and_gives_the_local_results(
     slurm, local, hold, tmp_path
 ):
@@ -115,7 +111,10 @@ def test_a_sweep_as_an_array_survives_preemption_and_gives_the_local_results(
     for name in RUNS:
         assert records.status(workdir / name) is records.Status.DONE
         for file in (records.TRAIN, records.EVAL):
-            assert curve(workdir / name, file) == curve(local / name, file), (name, file)
+            assert small.curve(workdir / name, file) == small.curve(local / name, file), (
+                name,
+                file,
+            )
 
 
 def test_a_run_over_two_nodes_is_queued_again_when_the_batch_shell_alone_gets_the_signal(
@@ -131,7 +130,7 @@ def test_a_run_over_two_nodes_is_queued_again_when_the_batch_shell_alone_gets_th
 
     assert slurm.job(job)["Restarts"] == "1"
     assert records.status(workdir / "xmod") is records.Status.DONE
-    want, got = (curve(d / "xmod", records.TRAIN) for d in (local, workdir))
+    want, got = (small.curve(d / "xmod", records.TRAIN) for d in (local, workdir))
     assert [line["step"] for line in got] == [line["step"] for line in want]
     losses = ([line["loss"] for line in lines] for lines in (got, want))
     assert next(losses) == pytest.approx(next(losses), rel=2e-5)

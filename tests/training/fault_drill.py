@@ -19,13 +19,13 @@ import pathlib
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 
-from tests.devices import ROOT, environment
+from tests.devices import ROOT, coordinator, environment
+from tests.training import small
 from xmod_jax import records
 
 _GRACE_S = 15  # for whoever is left of a killed run; then it is killed as well
@@ -70,8 +70,7 @@ class Pair:
     """The small run's two processes."""
 
     def __init__(self, directory: pathlib.Path, cache: pathlib.Path) -> None:
-        with socket.create_server(("localhost", 0)) as server:
-            port = server.getsockname()[1]
+        place = coordinator()
         variables = {
             "JAX_COMPILATION_CACHE_DIR": str(cache),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -81,7 +80,7 @@ class Pair:
         self.children = []
         directory.parent.mkdir(parents=True, exist_ok=True)
         for index in range(2):
-            arguments = map(str, (directory, "data:2", 2, index, f"localhost:{port}"))
+            arguments = map(str, (directory, "data:2", 2, index, place))
             with (directory.parent / f"process_{index}.log").open("ab") as log:
                 self.children.append(
                     subprocess.Popen(
@@ -145,14 +144,7 @@ def _damage(directory: pathlib.Path, dice: random.Random) -> str | None:
 
 
 def _curves(directory: pathlib.Path) -> dict[str, list[dict[str, object]]]:
-    timed = "tokens_per_s"
-    return {
-        name: [
-            {key: value for key, value in line.items() if key != timed}
-            for line in records.read_lines(directory / name)
-        ]
-        for name in (records.TRAIN, records.EVAL)
-    }
+    return {name: small.curve(directory, name) for name in (records.TRAIN, records.EVAL)}
 
 
 def _uninterrupted(folder: pathlib.Path, cache: pathlib.Path) -> tuple[pathlib.Path, float]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
+from typing import Any
 
+from xmod_jax import records
 from xmod_jax.config import (
     BYTE_VOCABULARY,
     Backbone,
@@ -16,6 +19,12 @@ from xmod_jax.config import (
 from xmod_jax.hierarchy import Hierarchy
 
 BACKBONE = Backbone(16, 8, 2, 1, 32, vocab_size=BYTE_VOCABULARY)
+
+
+def curve(directory: pathlib.Path, name: str = records.TRAIN) -> list[dict[str, Any]]:
+    """The records of a run but for what is measured on the clock, never equal between two runs."""
+    lines = records.read_lines(directory / name)
+    return [{key: value for key, value in line.items() if key != "tokens_per_s"} for line in lines]
 
 
 def run(hierarchy: str = "A1K4", routing: Routing | None = None, **train) -> RunConfig:

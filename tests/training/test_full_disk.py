@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pathlib
-import socket
 import subprocess
 import sys
 
 import pytest
 
-from tests.devices import ROOT, environment
+from tests.devices import ROOT, coordinator, environment
 from tests.training import together
 from xmod_jax import records
 from xmod_jax.training import loop
@@ -20,11 +19,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.drill]
 
 def train(directory: pathlib.Path, *full_at: int) -> tuple[list[int], list[str]]:
     """Statuses and errors of two processes; the one that is left of a failed pair is ended."""
-    with socket.create_server(("localhost", 0)) as server:
-        port = server.getsockname()[1]
-    children = []
+    place, children = coordinator(), []
     for index in range(2):
-        arguments = map(str, (directory, index, f"localhost:{port}", *full_at))
+        arguments = map(str, (directory, index, place, *full_at))
         children.append(
             subprocess.Popen(
                 [sys.executable, "-m", "tests.training.full_disk", *arguments],

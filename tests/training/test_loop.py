@@ -25,9 +25,6 @@ from xmod_jax.training.checkpoint import Checkpoints, Keep
 from xmod_jax.training.preemption import Preempted, Watch
 from xmod_jax.training.step import initial_state
 
-# Measured on the clock, so never equal between two runs.
-_TIMED = "tokens_per_s"
-
 _CHILD = """
 import os, pathlib, signal, sys
 from tests.training import small
@@ -41,11 +38,6 @@ loop.train(small.run(), pathlib.Path(sys.argv[1]), progress)
 """
 
 
-def curve(directory, name=records.TRAIN):
-    lines = records.read_lines(directory / name)
-    return [{key: value for key, value in line.items() if key != _TIMED} for line in lines]
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """An uninterrupted run."""
@@ -57,7 +49,7 @@ def finished(tmp_path_factory):
 
 def test_a_run_writes_every_record_and_its_mark(finished):
     directory, final, seen = finished
-    train, evals = curve(directory), curve(directory, records.EVAL)
+    train, evals = small.curve(directory), small.curve(directory, records.EVAL)
     assert [line["step"] for line in train] == list(range(1, 9))
     assert [line["step"] for line in evals] == [4, 8]
     assert evals[-1] == {key: final[key] for key in evals[-1]}
@@ -97,8 +89,8 @@ def test_a_killed_run_resumes_on_the_uninterrupted_curve(kills, finished, tmp_pa
     with (directory / records.TRAIN).open("a") as file:
         file.write('{"step": 99, "lo')
     loop.train(small.run(), directory, lambda _: None)
-    assert curve(directory) == curve(finished[0])
-    assert curve(directory, records.EVAL) == curve(finished[0], records.EVAL)
+    assert small.curve(directory) == small.curve(finished[0])
+    assert small.curve(directory, records.EVAL) == small.curve(finished[0], records.EVAL)
 
 
 @contextlib.contextmanager
@@ -154,8 +146,8 @@ def test_a_run_that_is_asked_to_leave_saves_and_resumes_on_the_same_curve(
     assert (directory / records.CHECKPOINTS / str(step)).is_dir()
     assert records.status(directory) is records.Status.UNFINISHED
     loop.train(small.run(checkpoint_every=0), directory, lambda _: None)
-    assert curve(directory) == curve(finished[0])
-    assert curve(directory, records.EVAL) == curve(finished[0], records.EVAL)
+    assert small.curve(directory) == small.curve(finished[0])
+    assert small.curve(directory, records.EVAL) == small.curve(finished[0], records.EVAL)
 
 
 def test_a_run_that_is_asked_to_leave_before_it_starts_takes_no_step(tmp_path):
@@ -185,7 +177,7 @@ def test_a_lost_last_evaluation_is_made_again(kept, dying, finished):
     lines = (dying / records.EVAL).read_bytes().splitlines(keepends=True)
     (dying / records.EVAL).write_bytes(b"".join(lines[:kept]))
     assert loop.train(small.run(), dying, lambda _: None)["step"] == 8
-    assert curve(dying, records.EVAL)[-1] == curve(finished[0], records.EVAL)[-1]
+    assert small.curve(dying, records.EVAL)[-1] == small.curve(finished[0], records.EVAL)[-1]
 
 
 def test_the_newest_checkpoints_stay_and_those_of_an_interval_for_good(tmp_path):
@@ -205,7 +197,7 @@ def damage(directory, steps):
 def test_a_damaged_newest_checkpoint_is_set_aside_for_the_one_before(dying, finished, caplog):
     damage(dying, [8])
     loop.train(small.run(), dying, lambda _: None)
-    assert curve(dying) == curve(finished[0])
+    assert small.curve(dying) == small.curve(finished[0])
     assert "checkpoint 8 cannot be read" in caplog.text and "resuming from 6" in caplog.text
     assert (dying / "checkpoints_damaged" / "8").is_dir()
 
