@@ -71,6 +71,7 @@ def test_forms_of_the_experts_product_stand_beside_the_dense_one(tmp_path):
     assert all(row["bound"] == 1 and row["share"] == row["speed"] for row in rows)
 
 
+@pytest.mark.slow
 def test_decoding_runs_the_routed_layers_at_every_context_and_masks_the_others(tmp_path):
     output = tmp_path / "result.json"
     flags = ["--models=dense,A1K2,A1K2_masked", "--context=24,40", *TINY[1:], f"--output={output}"]

@@ -8,7 +8,7 @@ import pathlib
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 import pytest
@@ -220,6 +220,15 @@ def test_help_shows_docstring_and_own_flags(tmp_path: pathlib.Path) -> None:
     assert "--verbosity" not in out
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Children can be interrupted, also where this process ignores it, as a shell's job does."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_interrupt_is_one_line(tmp_path: pathlib.Path) -> None:
     process = _start(tmp_path, "--name=sleeper", "--count=0", out=subprocess.PIPE)
     assert process.stdout is not None

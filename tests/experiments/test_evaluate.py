@@ -93,6 +93,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.slow
 def test_loglikelihoods_are_those_of_the_model_in_every_batch_and_order():
     encode = ByteTokenizer().encode
     expected = {}
@@ -134,6 +135,7 @@ def _alone(context: str, most: int, stop: Stop) -> str:
     return text.text
 
 
+@pytest.mark.slow
 def test_generated_texts_obey_their_own_stop_strings_in_every_batch_and_order():
     contexts = ["Two", "", "a context that is longer than the window", "b"]
     free = {context: _alone(context, 8, Stop()) for context in contexts}
@@ -242,18 +244,24 @@ def test_tasks_of_all_three_kinds_run_offline(folder, monkeypatch):
     (path,) = (folder / "out").glob("*/results_*.json")
     found = json.loads(path.read_text())
     assert found["config"]["model"] == "xmod" and found["n-samples"]["choice"]["effective"] == 5
-    (samples,) = (folder / "out").glob("*/samples_choice_*.jsonl")
-    first = json.loads(samples.read_text().splitlines()[0])
-
     from experiments.harness import XmodLM
 
     lm = XmodLM(str(folder / "run"), batch_size=2)
+    (samples,) = (folder / "out").glob("*/samples_choice_*.jsonl")
+    answers = json.loads(samples.read_text().splitlines()[0])["resps"]
     asked = [Request(("Question 0:", f" {choice}")) for choice in ("yes", "no", "maybe")]
     scores = [score for score, _ in lm.loglikelihood(asked)]
-    logged = [float(entry[0][0]) for entry in first["resps"]]
-    np.testing.assert_allclose(logged, scores, rtol=1e-4)
-    texts = [Request((f"Question {n}:",)) for n in range(5)]
-    assert found["results"]["rolling"]["byte_perplexity,none"] > 1 and len(texts) == 5
+    np.testing.assert_allclose([float(entry[0][0]) for entry in answers], scores, rtol=1e-4)
+    questions = [f"Question {n}:" for n in range(5)]
+    total = sum(lm.loglikelihood_rolling([Request((question,)) for question in questions]))
+    perplexity = np.exp(-total / sum(map(len, questions)))
+    np.testing.assert_allclose(
+        found["results"]["rolling"]["byte_perplexity,none"], perplexity, rtol=1e-4
+    )
+    (samples,) = (folder / "out").glob("*/samples_text_*.jsonl")
+    answers = [json.loads(line)["resps"][0][0] for line in samples.read_text().splitlines()]
+    options = {"until": "e", "max_gen_toks": 4}
+    assert answers == lm.generate_until([Request((question, options)) for question in questions])
 
 
 @pytest.mark.slow

@@ -72,7 +72,10 @@ def _expected(context, continuation):
     return total, greedy
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 8])
+@pytest.mark.parametrize(
+    "batch_size",
+    [pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow), 8],
+)
 def test_scores_are_those_of_the_model_in_any_batch_and_order(batch_size):
     order = np.random.default_rng(batch_size).permutation(len(PAIRS))
     scores = Scorer(model(), _route(), LENGTH, batch_size).score([PAIRS[i] for i in order])

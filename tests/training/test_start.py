@@ -42,6 +42,7 @@ def _experiment() -> Experiment:
     return Experiment("test", "mini", (dataclasses.replace(DENSE, name="dense"), XMOD))
 
 
+@pytest.mark.slow
 def test_an_upcycled_run_begins_as_the_dense_one_and_resumes_without_it(tmp_path):
     dense, xmod = tmp_path / "dense", tmp_path / XMOD.name
     trained = _train(DENSE, dense)
