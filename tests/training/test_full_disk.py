@@ -13,7 +13,6 @@ from tests.training import together
 from xmod_jax import records
 from xmod_jax.training import loop
 
-# Not yet seen to end: the processes wait for each other minutes long once one of them cannot save.
 pytestmark = [pytest.mark.slow, pytest.mark.drill]
 
 
@@ -35,7 +34,7 @@ def train(directory: pathlib.Path, *full_at: int) -> tuple[list[int], list[str]]
     errors: list[str] = []
     for child in reversed(children):
         try:
-            errors.insert(0, child.communicate(timeout=1200 if child is children[1] else 120)[1])
+            errors.insert(0, child.communicate(timeout=300 if child is children[1] else 60)[1])
         except subprocess.TimeoutExpired:
             child.kill()
             errors.insert(0, child.communicate()[1])

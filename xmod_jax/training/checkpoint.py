@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,6 +25,9 @@ def named_leaves(state: Any) -> dict[str, jax.Array]:
     return {jax.tree_util.keystr(path).lstrip("."): leaf for path, leaf in leaves}
 
 
+_POLL_S = 0.02
+
+
 @dataclasses.dataclass(frozen=True)
 class Keep:
     """Which checkpoints stay when newer ones are there.
@@ -37,6 +42,51 @@ class Keep:
 
 
 NEWEST = Keep()
+
+
+class _Told:
+    """A future of Orbax's that also tells why it failed."""
+
+    def __init__(self, future: Any, tell: Callable[[Exception], None]) -> None:
+        self._future, self._tell = future, tell
+
+    def result(self, timeout: float | None = None) -> Any:
+        try:
+            return self._future.result(timeout=timeout)
+        except Exception as error:
+            self._tell(error)
+            raise
+
+
+class _Telling(ocp.AsyncCheckpointHandler):
+    """A handler of Orbax's that also tells why a save failed in the background.
+
+    Where several processes save and one of them fails, each waits in another of Orbax's barriers,
+    and nobody learns of the error before these give up after 20 minutes.
+    """
+
+    def __init__(self, handler: Any, tell: Callable[[Exception], None]) -> None:
+        self._handler, self._tell = handler, tell
+
+    def save(self, *args: Any, **kwargs: Any) -> None:
+        self._handler.save(*args, **kwargs)
+
+    async def async_save(self, *args: Any, **kwargs: Any) -> list[Any]:
+        futures = await self._handler.async_save(*args, **kwargs)
+        return [_Told(future, self._tell) for future in futures or []]
+
+    def restore(self, *args: Any, **kwargs: Any) -> Any:
+        return self._handler.restore(*args, **kwargs)
+
+    def finalize(self, directory: Any) -> None:
+        try:
+            self._handler.finalize(directory)
+        except Exception as error:
+            self._tell(error)
+            raise
+
+    def close(self) -> None:
+        self._handler.close()
 
 
 class Checkpoints:
@@ -76,7 +126,25 @@ class Checkpoints:
             read_only=read_only,
             create=not read_only,
         )
-        self._manager = ocp.CheckpointManager(self._folder, options=options)
+        self._failure: Exception | None = None  # of a save that still goes on in other processes
+        self._manager = ocp.CheckpointManager(
+            self._folder,
+            options=options,
+            handler_registry=self._telling() if processes.count > 1 else None,
+        )
+
+    def _telling(self) -> ocp.handlers.CheckpointHandlerRegistry:
+        def tell(error: Exception) -> None:
+            self._failure = error
+
+        registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
+        state = _Telling(ocp.StandardCheckpointHandler(), tell)
+        meta = _Telling(ocp.JsonCheckpointHandler(), tell)
+        registry.add("state", ocp.args.StandardSave, state)
+        registry.add("state", ocp.args.StandardRestore, state)
+        registry.add("meta", ocp.args.JsonSave, meta)
+        registry.add("meta", ocp.args.JsonRestore, meta)
+        return registry
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -110,13 +178,23 @@ class Checkpoints:
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(named_leaves(state)), meta=ocp.args.JsonSave(meta)
         )
+        self.wait()
         try:
             self._manager.save(int(state.step), args=items)
         except (OSError, ValueError) as error:
             raise self._disk_error(error) from error
 
+    def check(self) -> None:
+        """Raises as `save` does when this process, among others, could not save; never waits."""
+        if self._failure is not None:
+            raise self._disk_error(self._failure) from self._failure
+
     def wait(self) -> None:
         """Waits until what was saved is on disk; raises as `save` does."""
+        if self._processes.count > 1:
+            while self._manager.is_saving_in_progress():
+                self.check()
+                time.sleep(_POLL_S)
         try:
             self._manager.wait_until_finished()
         except (OSError, ValueError) as error:

@@ -176,6 +176,7 @@ class _Run:
 
     def _take_step(self) -> None:
         """One step; `Interrupted` once any process was asked to leave, with the step taken."""
+        self.checkpoints.check()
         batch = self.watch.wait_for(lambda: next(self.batches))
         if self.mesh is not None:
             batch = sharding.global_batch(batch, self.train.batch_size, self.mesh)
