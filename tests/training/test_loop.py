@@ -265,6 +265,13 @@ def test_a_loss_that_is_not_finite_stops_the_run_at_once(tmp_path):
     assert steps == list(range(1, failure["step"]))
 
 
-def test_a_context_longer_than_the_data_is_one_line(tmp_path):
-    with pytest.raises(UserError, match="longer than the data"):
-        loop.train(small.run(context_length=10_000_000), tmp_path / "long", lambda _: None)
+@pytest.mark.parametrize("wrong", ["context", "vocabulary"])
+def test_data_that_do_not_fit_are_one_line_and_leave_no_run_behind(wrong, tmp_path):
+    config, message = small.run(context_length=10_000_000), "longer than the data"
+    if wrong == "vocabulary":
+        backbone = dataclasses.replace(small.BACKBONE, vocab_size=100)
+        model = dataclasses.replace(config.model, backbone=backbone)
+        config, message = dataclasses.replace(small.run(), model=model), "--tokenizer=bytes"
+    with pytest.raises(UserError, match=message):
+        loop.train(config, tmp_path / "run", lambda _: None)
+    assert not (tmp_path / "run").exists()

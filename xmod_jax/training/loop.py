@@ -11,7 +11,9 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import grain
 import jax
+import numpy as np
 from absl import logging
 from jax.sharding import Mesh
 from tensorboardX import SummaryWriter
@@ -94,16 +96,24 @@ def train(
     shape = shape or sharding.MeshShape()
     shape.check(config)
     mesh = shape.make() if shape.size > 1 else None
-    watch.processes.from_leader(functools.partial(records.prepare, directory, config))
     dataset = sources.load(config.data)
     if dataset.vocab_size > config.model.backbone.vocab_size:
         raise UserError(
             f"{dataset.name} has {dataset.vocab_size} token ids, the model only "
-            f"{config.model.backbone.vocab_size}"
+            f"{config.model.backbone.vocab_size}: prepare it with --tokenizer=bytes for models of "
+            "mini scale"
         )
+    rows = config.train.batch_size
+    part = (0, 1) if mesh is None else sharding.rows_of_process(mesh, rows)
+    batches = pipeline.train_iterator(
+        dataset, config.train.context_length, rows, config.train.seed, *part
+    )
+    # Only now: a mistake about the data leaves no run behind for a mended configuration to meet.
+    watch.processes.from_leader(functools.partial(records.prepare, directory, config))
     with Checkpoints(directory, config, dataset.hash, watch.processes, keep) as checkpoints:
         saves = (config.train.checkpoint_every, keep.every)
-        return _Run(config, directory, dataset, checkpoints, saves, progress, mesh, watch).go()
+        run = _Run(config, directory, dataset, batches, checkpoints, saves, progress, mesh, watch)
+        return run.go()
 
 
 class _Run:
@@ -114,6 +124,7 @@ class _Run:
         config: RunConfig,
         directory: pathlib.Path,
         dataset: sources.Dataset | sources.Mixture,
+        batches: grain.DatasetIterator[np.ndarray],
         checkpoints: Checkpoints,
         saves: tuple[int, ...],
         progress: Callable[[Progress], None],
@@ -124,10 +135,9 @@ class _Run:
         self.checkpoints, self.progress, self.dataset = checkpoints, progress, dataset
         self.saves = saves  # it does at the multiples of each of these steps
         self.mesh, self.watch, self.leads = mesh, watch, watch.processes.leads
-        length, rows = self.train.context_length, self.train.batch_size
-        part = (0, 1) if mesh is None else sharding.rows_of_process(mesh, rows)
-        self.batches = pipeline.train_iterator(dataset, length, rows, self.train.seed, *part)
-        self.position = self.batches.get_state()  # of the data, after the last step taken
+        self.batches = batches
+        self.position = batches.get_state()  # of the data, after the last step taken
+        length = self.train.context_length
         self.flops = accounting.flops_per_token(config.model, length)
         self.hardware_flops = accounting.train_hardware_flops_per_token(config.model, length)
         # On CPU a donated buffer could be one that a background save still reads.
