@@ -124,7 +124,11 @@ def _numpy_statistics(mask_TBL: np.ndarray) -> tuple[list[float], list[float], n
 
 @pytest.mark.parametrize(
     ("name", "sizes"),
-    [("mod", (3,)), ("xmod with a short first stage", (3, 2)), ("routed ffn", (3,))],
+    [
+        pytest.param("mod", (3,), marks=pytest.mark.slow),
+        ("xmod with a short first stage", (3, 2)),
+        pytest.param("routed ffn", (3,), marks=pytest.mark.slow),
+    ],
 )
 def test_statistics_equal_numpy_on_the_masks(name, sizes):
     """Also over batches of different size; intervals of different length apart."""

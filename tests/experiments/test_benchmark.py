@@ -38,6 +38,7 @@ def test_mistakes_are_one_line_and_status_2(arguments, told):
     assert told in result.stderr and result.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_every_model_is_measured_against_the_first(tmp_path):
     output = tmp_path / "result.json"
     result = run_command(

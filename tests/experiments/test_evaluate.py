@@ -110,6 +110,7 @@ def test_loglikelihoods_are_those_of_the_model_in_every_batch_and_order():
             np.testing.assert_allclose(score, expected[request.args], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_text_longer_than_the_window_is_scored_whole_by_both_calls():
     text = "a text of more than two windows, every token of it scored once"
     ids = ByteTokenizer().encode(text).tolist()

@@ -14,6 +14,7 @@ from xmod_jax.records import RunRecord, Status
 _run = functools.partial(run_command, "exchange")
 
 
+@pytest.mark.slow
 def test_a_folder_becomes_a_run_and_a_folder_again(tmp_path):
     folders.make(tmp_path / "theirs", folders.CONFIG | {"vocab_size": 300}, shards=2)
     run, back = tmp_path / "run", tmp_path / "back"

@@ -38,6 +38,7 @@ def _batch(saved, tmp_path):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 def test_a_batch_from_a_file_is_an_object_a_line(saved, tmp_path):
     first, second = _batch(saved, tmp_path)
     assert set(first) == {"prompt", "text", "tokens", "stopped"}

@@ -110,6 +110,7 @@ def test_lengths_are_padded_to_few():
     assert all(n <= padded_length(n, 1000) <= max(16, 1.5 * n) for n in range(1, 1001))
 
 
+@pytest.mark.slow
 def test_few_programs_are_compiled():
     scorer = Scorer(model(), _route(), LENGTH, 4)
     before = scorer._run._cache_size()  # of all scorers' programs
