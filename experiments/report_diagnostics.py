@@ -40,7 +40,6 @@ def measure(run: RunRecord, sequences: int | None = None) -> tuple[Diagnostics, 
       The diagnostics, and the step of the checkpoint.
 
     Raises:
-      RunClaimed: a worker trains the run now.
       UserError: no whole checkpoint, or one of something else.
     """
     # Only now: a mistake is told without loading what training needs.

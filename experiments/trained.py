@@ -35,10 +35,10 @@ def find(directory: str) -> RunRecord:
 def load(run: RunRecord) -> tuple[TrainState, Dataset | Mixture]:
     """The state of a run's newest checkpoint, and the data that it was trained on.
 
-    The optimiser's part, as large as the model, is not read: it is None.
+    Changes nothing there: a worker may be training the run. The optimiser's part, as large as the
+    model, is not read: it is None.
 
     Raises:
-      RunClaimed: a worker trains the run now.
       UserError: no whole checkpoint, or one of something else.
     """
     # Only now: a mistake is told without loading what training needs.
@@ -47,11 +47,7 @@ def load(run: RunRecord) -> tuple[TrainState, Dataset | Mixture]:
     from xmod_jax.training.step import abstract_state
 
     dataset = sources.load(run.config.data)
-    # Opening checkpoints clears half-written ones away: not under a worker that writes them.
-    with (
-        records.claim(run.directory),
-        Checkpoints(run.directory, run.config, dataset.hash) as saved,
-    ):
+    with Checkpoints(run.directory, run.config, dataset.hash, read_only=True) as saved:
         if saved.latest is None:
             raise UserError(f"{run.directory}: no whole checkpoint yet: resume the run first")
         like = dataclasses.replace(abstract_state(run.config), optimizer=None)

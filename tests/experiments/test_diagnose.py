@@ -56,10 +56,16 @@ def test_a_trained_run_gets_its_file_table_and_figure(trained):
         assert (trained / f"update_counts.{ending}").stat().st_size > 5_000
 
 
-def test_a_run_in_training_is_left_alone(trained):
+def test_a_run_in_training_is_measured_and_left_alone(trained):
     run = RunRecord.load(trained / "xmod_a1k4")
-    with records.claim(run.directory), pytest.raises(records.RunClaimed):
-        report_diagnostics.measure(run)
+    damaged = run.directory / records.CHECKPOINTS / "99"
+    damaged.mkdir()
+    before = sorted(run.directory.rglob("*"))
+    with records.claim(run.directory):
+        _, step = report_diagnostics.measure(run)
+    assert step == run.config.train.steps
+    assert sorted(run.directory.rglob("*")) == before
+    damaged.rmdir()
 
 
 def test_nothing_to_diagnose_is_one_line(tmp_path):

@@ -198,7 +198,7 @@ def test_a_damaged_newest_checkpoint_is_set_aside_for_the_one_before(dying, fini
     damage(dying, [8])
     loop.train(small.run(), dying, lambda _: None)
     assert small.curve(dying) == small.curve(finished[0])
-    assert "checkpoint 8 cannot be read" in caplog.text and "resuming from 6" in caplog.text
+    assert "checkpoint 8 cannot be read" in caplog.text and "using 6" in caplog.text
     assert (dying / "checkpoints_damaged" / "8").is_dir()
 
 

@@ -119,6 +119,7 @@ class Checkpoints:
         self._config = config
         self._data_hash = data_hash
         self._processes = processes
+        self._read_only = read_only
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep.newest or config.train.keep_checkpoints,
             keep_period=keep.every or None,
@@ -208,8 +209,8 @@ class Checkpoints:
             these, whatever mesh wrote it; onto one device where there are none. Without an
             optimiser (None) nothing of the saved one is read.
 
-        Where it cannot be read the one before is used; the unreadable are then set aside, told by
-        a warning. Nothing is moved while none can be read.
+        Where it cannot be read the one before is used, told by a warning; the unreadable are then
+        set aside, but for a reader. Nothing is moved while none can be read.
 
         Raises:
           UserError: it belongs to another architecture or other data, naming the difference; or no
@@ -223,12 +224,12 @@ class Checkpoints:
                 continue
             assert found is not None
             for newer, reason in damaged.items():
-                aside = self._set_aside(newer)
+                moved = "" if self._read_only else f"moved to {self._set_aside(newer)}, "
                 logging.warning(
-                    "checkpoint %d cannot be read (%s): moved to %s, resuming from %d",
+                    "checkpoint %d cannot be read (%s): %susing %d",
                     newer,
                     reason,
-                    aside,
+                    moved,
                     step,
                 )
             return found
