@@ -101,6 +101,7 @@ def evaluated():
 
 
 @pytest.mark.slow
+@pytest.mark.drill
 def test_a_model_is_evaluated_on_every_mesh_as_on_one_device(evaluated):
     want = evaluated["xmod one"]
     assert len({want[f"loss_{name}"] for name in ("topk", "threshold", "calibrated")}) == 3
