@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import math
 import os
 import select
 import sys
@@ -111,7 +112,15 @@ def _parse_and_call(main: Callable[[], int | None]) -> int:
         raise UserError(
             f"unexpected argument {extra[0]!r}: write flags as --name=value (--help lists them)"
         )
+    _refuse_nan()
     return main() or 0
+
+
+def _refuse_nan() -> None:
+    """A bound of a flag lets NaN through, since it is neither below nor above."""
+    for name, flag in ((name, flags.FLAGS[name]) for name in flags.FLAGS):
+        if isinstance(flag.value, float) and math.isnan(flag.value):
+            raise UserError(f"--{name}=nan is not a number")
 
 
 def _say(message: str) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import pathlib
 import resource
 import subprocess
@@ -95,6 +96,16 @@ def test_a_failed_atomic_write_leaves_the_old_file_and_no_other(tmp_path):
         records.write_json(tmp_path / "a.json", {"a": "x" * 100})
     assert records.read_json(tmp_path / "a.json") == {"a": 1}
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_what_is_no_file_is_written_into_and_never_replaced(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    records.write_atomically(path, b"content")
+    assert os.read(reader, 100) == b"content"
+    os.close(reader)
+    assert path.is_fifo()
 
 
 @given(st.integers(0, 5), st.integers(1, 200))

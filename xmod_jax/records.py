@@ -69,13 +69,17 @@ def _encode(value: Mapping[str, Any], indent: int | None = None) -> bytes:
 def write_atomically(path: Path, content: bytes) -> None:
     """Replaces `path` so that a reader or a crash sees the old content or the new, never a part.
 
-    Temporary file, fsync, rename; makes the folder if needed.
+    Temporary file, fsync, rename; makes the folder if needed. What is no file, such as a device or
+    a pipe, is written into and never replaced.
 
     Raises:
       OSError: the disk; a file that was there stays as it was.
     """
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not path.is_file() and not path.is_dir():
+        path.write_bytes(content)
+        return
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     try:
         with temporary.open("wb") as file:

@@ -54,6 +54,7 @@ def call(
     flags.DEFINE_integer("count", 3, "How far to count.", lower_bound=1, flag_values=own)
     flags.DEFINE_string("name", None, "Whose count.", required=True, flag_values=own)
     flags.DEFINE_bool("loud", False, "Whether to shout.", flag_values=own)
+    flags.DEFINE_float("share", 0.5, "Of it.", lower_bound=0.0, flag_values=own)
     monkeypatch.setattr(flags, "FLAGS", own)
     monkeypatch.chdir(tmp_path)
 
@@ -218,6 +219,10 @@ def test_help_shows_docstring_and_own_flags(tmp_path: pathlib.Path) -> None:
     for part in ("python -m command", "--count", "How far to count. (default: '3')", "--[no]loud"):
         assert part in out
     assert "--verbosity" not in out
+
+
+def test_a_number_that_is_none_is_one_line(call: _Call) -> None:
+    _assert_one_line(call(lambda: 0, "--name=x", "--share=nan"), "--share=nan")
 
 
 @pytest.fixture
