@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from absl import flags
 from tqdm import tqdm
 
-from experiments import cli, diagnostics_figure, report_diagnostics, trained
+from experiments import cli, diagnostics_figure, figure_files, report_diagnostics, trained
 from xmod_jax import records
 from xmod_jax.diagnostics import Diagnostics
 from xmod_jax.errors import UserError
@@ -73,9 +73,7 @@ def _with_checkpoint(runs: Sequence[RunRecord]) -> list[RunRecord]:
 def draw(models: Mapping[str, Diagnostics], folder: pathlib.Path) -> pathlib.Path:
     """Draws the update counts as png and svg in `folder`; returns their path without ending."""
     drawn = diagnostics_figure.figure(models)
-    for ending in ("png", "svg"):
-        drawn.savefig(folder / f"{FIGURE}.{ending}", dpi=160)
-    return folder / FIGURE
+    return figure_files.save(drawn, folder, FIGURE).with_suffix("")
 
 
 if __name__ == "__main__":

@@ -88,6 +88,8 @@ def main() -> None:
     rows = _read(_WORKDIR.value or [str(_OBSERVATIONS.value)])
     observations = _observe(rows)
     table = obs.Table.of(observations)
+    # Before the long part: it may be faulty.
+    beyond = _table_beyond(rows) if _BEYOND.value else None
     search = Search(seed=_SEED.value, starts=_STARTS.value)
     result = fitting.fit(table, search)
     folder = _output_folder()
@@ -100,8 +102,8 @@ def main() -> None:
     predicted = [law_tables.Predicted("fitted", table, result.predict(table))]
     reduced, validated = _validate(table, search)
     predicted += law_tables.withheld(table, reduced)
-    if _BEYOND.value:
-        predicted.append(_predict_beyond(result, rows))
+    if beyond is not None:
+        predicted.append(_predict_beyond(result, beyond))
         validated["beyond"] = _quality_record(predicted[-1])
     candidate = _try_candidate(table, search, reduced) if _CANDIDATE.value else {}
     law_file = LawFile(
@@ -180,13 +182,16 @@ def _validate(table: obs.Table, search: Search) -> tuple[list[validate.Predictio
     return predictions, validate.record(predictions)
 
 
-def _predict_beyond(result: fitting.Fit, rows: Sequence[obs.Row]) -> law_tables.Predicted:
-    """Predicts the rows of --beyond; dense rows of the fitted input serve as well."""
+def _table_beyond(rows: Sequence[obs.Row]) -> obs.Table:
+    """The rows of --beyond; dense rows of the fitted input serve as well."""
     new = _read(_BEYOND.value)
     dense = [row for row in new if row.dense]
     known = {(row.family, row.L) for row in dense}
     dense += [row for row in rows if row.dense and (row.family, row.L) not in known]
-    table = obs.Table.of(_observe([row for row in new if not row.dense] + dense))
+    return obs.Table.of(_observe([row for row in new if not row.dense] + dense))
+
+
+def _predict_beyond(result: fitting.Fit, table: obs.Table) -> law_tables.Predicted:
     predicted = result.predict(table)
     print(law_tables.beyond(table, predicted))
     return law_tables.Predicted("beyond", table, predicted)

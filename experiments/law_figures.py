@@ -10,7 +10,6 @@ import dataclasses
 import pathlib
 from collections.abc import Mapping, Sequence
 
-import matplotlib
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
@@ -18,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 from numpy.typing import NDArray
 
-from experiments import tables
+from experiments import figure_files, tables
 from xmod_jax.law import identifiability
 from xmod_jax.law.observations import Table
 from xmod_jax.law.terms import Draws, Law
@@ -150,13 +149,7 @@ def write(drawn: Mapping[str, Figure], folder: pathlib.Path) -> list[pathlib.Pat
 
     The same figures give the same bytes.
     """
-    paths = []
-    with matplotlib.rc_context({"svg.hashsalt": "xmod_jax"}):
-        for name, figure in drawn.items():
-            paths.append(folder / f"{name}.png")
-            figure.savefig(paths[-1], dpi=160)
-            figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
-    return paths
+    return [figure_files.save(figure, folder, name) for name, figure in drawn.items()]
 
 
 def _name(by: str) -> str:

@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from experiments import planning, tables
+from experiments import figure_files, planning, tables
 from experiments.registry import Experiment
 from experiments.runner import Outcome
 from xmod_jax.config import RunConfig
@@ -205,8 +205,7 @@ def write(experiment: Experiment, workdir: pathlib.Path) -> str:
     if not rows:
         return "no run is finished yet"
     drawn = figure(experiment, rows)
-    for ending in ("png", "svg"):
-        drawn.savefig(workdir / f"{FIGURE}.{ending}", dpi=160)
+    figure_files.save(drawn, workdir, FIGURE)
     return f"{table(rows)}\nfigure: {workdir / FIGURE}.png and .svg"
 
 

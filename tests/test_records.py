@@ -1,12 +1,10 @@
 """A run directory survives deaths, full disks and second workers."""
 
-import contextlib
 import dataclasses
 import json
 import math
 import os
 import pathlib
-import resource
 import subprocess
 import sys
 import tempfile
@@ -15,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.disk import largest_file
 from xmod_jax import accounting, records
 from xmod_jax.config import (
     Backbone,
@@ -42,17 +41,6 @@ CONFIG = RunConfig(
 
 def step_records(count):
     return [{"step": step, "loss": 1 / (step + 1)} for step in range(count)]
-
-
-@contextlib.contextmanager
-def largest_file(size):
-    """Files cannot grow beyond `size` bytes, as on a full disk: a short write, then an error."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_config_json_holds_hash_config_and_accounting(tmp_path):

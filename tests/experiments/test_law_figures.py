@@ -2,9 +2,11 @@ import dataclasses
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
-from experiments import law_figures
+from experiments import figure_files, law_figures
 from experiments.law_figures import Points
+from tests.disk import largest_file
 from tests.law.grid import paper_rows
 from xmod_jax.law.observations import Table, observe
 from xmod_jax.law.terms import Draws, Law
@@ -80,3 +82,14 @@ def test_files_are_written_twice_alike(tmp_path):
         assert paths == [folder / "parity.png"]
         written.append([(folder / f"parity.{end}").read_bytes() for end in ("png", "svg")])
     assert written[0] == written[1]
+
+
+def test_a_figure_that_cannot_be_written_leaves_the_old_one(tmp_path):
+    figure = Figure()
+    figure.subplots().plot([0, 1])
+    path = figure_files.save(figure, tmp_path, "a")
+    before = path.read_bytes()
+    with largest_file(100), pytest.raises(OSError):
+        figure_files.save(figure, tmp_path, "a")
+    assert path.read_bytes() == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.png", "a.svg"]

@@ -56,6 +56,8 @@ def test_dense_rows_need_no_A(tmp_path):
     [
         ([""], ["missing columns", "family"]),
         ([HEAD.replace(",loss", ""), SPARSE], ["missing column loss", HEAD]),
+        ([f"{HEAD},loss", f"{SPARSE},3"], ["column loss", "twice"]),
+        ([HEAD, f"{SPARSE},5"], ["line 2", "more cells than columns"]),
         ([HEAD], ["no observations"]),
         ([HEAD, DENSE, SPARSE.replace("2.7", "nan")], ["line 3: loss is nan"]),
         ([HEAD, DENSE, SPARSE.replace("2.7", "inf")], ["line 3: loss is inf"]),

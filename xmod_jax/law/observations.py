@@ -160,6 +160,8 @@ def read_csv(path: pathlib.Path) -> list[Row]:
                 f"{path}: missing column{'s' * (len(missing) > 1)} {', '.join(missing)}; "
                 f"the header is {','.join(HEADER)}"
             )
+        if twice := sorted({name for name in HEADER if names.count(name) > 1}):
+            raise UserError(f"{path}: column {', '.join(twice)} stands there twice: keep one")
         reader.fieldnames = names
         rows, faults = [], []
         for record in reader:
@@ -178,6 +180,8 @@ def read_csv(path: pathlib.Path) -> list[Row]:
 
 def _parse(record: dict[str | None, str | None], source: str) -> Row | str:
     """The row of a CSV record, or what is wrong with it."""
+    if None in record:
+        return f"{source}: more cells than columns (a decimal comma?)"
     values: dict[str, float] = {}
     for name in _NUMBERS:
         text = (record[name] or "").strip()
