@@ -63,6 +63,17 @@ def test_units_workers_and_file_bounds_change_no_token(directory, tmp_path, smal
         np.testing.assert_array_equal(ours[0 : len(ours)], theirs[0 : len(theirs)])
 
 
+def test_a_finished_directory_with_a_damaged_shard_is_not_called_prepared(tmp_path):
+    corpus(tmp_path / "texts")
+    found = documents.find([str(tmp_path / "texts")], None)
+    whole = prepare(found, tmp_path / "out", BYTES, workers=1)
+    assert prepare(found, tmp_path / "out", BYTES, workers=1) == whole
+    shard = tmp_path / "out" / whole.train[0].file
+    shard.write_bytes(shard.read_bytes()[:500])
+    with pytest.raises(UserError, match="cut or replaced; delete the folder and prepare again"):
+        prepare(found, tmp_path / "out", BYTES, workers=1)
+
+
 @pytest.mark.parametrize("process_count", [1, 2, 4])
 def test_every_token_is_a_target_once_an_epoch_over_all_processes(directory, process_count):
     dataset = sources.open_prepared(directory, "data")

@@ -24,7 +24,15 @@ from array_record.python import array_record_module
 
 from xmod_jax import records
 from xmod_jax.data.documents import TFDS, Documents, Reading, Source, digest, is_heldout
-from xmod_jax.data.shards import MANIFEST, Manifest, Shard, ShardWriter, fingerprint, writing
+from xmod_jax.data.shards import (
+    MANIFEST,
+    Manifest,
+    Shard,
+    ShardWriter,
+    check_size,
+    fingerprint,
+    writing,
+)
 from xmod_jax.data.tokenizer import Tokenizer, get_tokenizer
 from xmod_jax.errors import UserError
 
@@ -99,7 +107,10 @@ def prepare(
     with records.claim(output):
         _bind(output, sources, settings)
         if (output / MANIFEST).exists():
-            return Manifest.read(output)
+            manifest = Manifest.read(output)
+            for shard in (*manifest.train, *manifest.heldout):
+                check_size(output / shard.file, shard)
+            return manifest
         for old in (*output.glob(".*.tmp"), *(output / _UNITS).glob(".*.tmp")):
             old.unlink()
         units = _units(sources)

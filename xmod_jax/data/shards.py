@@ -210,7 +210,7 @@ class ShardedTokens:
         self._type = token_type(manifest.vocab_size)
         self._first = np.array([manifest.end_of_text], self._type)
         for shard in self._shards:
-            _check_size(directory / shard.file, shard)
+            check_size(directory / shard.file, shard)
         # Position of each shard's first token, and of the end.
         self._starts = [1, *itertools.accumulate((s.tokens for s in self._shards), initial=1)][1:]
 
@@ -240,7 +240,9 @@ class ShardedTokens:
         try:
             contents = _reader(str(path), shard.tokens).read(list(chunks))
         except (RuntimeError, IndexError) as error:
-            raise UserError(f"{path}: damaged: {error}; prepare the data again") from error
+            raise UserError(
+                f"{path}: damaged: {error}; delete the folder and prepare again"
+            ) from error
         ids = np.frombuffer(b"".join(contents), self._type)
         return ids[start - chunks[0] * CHUNK : stop - chunks[0] * CHUNK]
 
@@ -264,14 +266,16 @@ def verify(directory: pathlib.Path, manifest: Manifest) -> None:
                 raise UserError(f"{directory / shard.file}: its tokens are not those prepared")
 
 
-def _check_size(path: pathlib.Path, shard: Shard) -> None:
+def check_size(path: pathlib.Path, shard: Shard) -> None:
+    """Raises UserError unless a shard's file is there, as long as it was written."""
     try:
         size = path.stat().st_size
     except FileNotFoundError:
-        raise UserError(f"{path}: missing; prepare the data again") from None
+        raise UserError(f"{path}: missing; delete the folder and prepare again") from None
     if size != shard.size:
         raise UserError(
-            f"{path}: {size} bytes instead of {shard.size}: cut or replaced; prepare the data again"
+            f"{path}: {size} bytes instead of {shard.size}: cut or replaced; delete the folder and "
+            "prepare again"
         )
 
 
@@ -280,5 +284,5 @@ def _reader(path: str, tokens: int) -> Any:
     reader = array_record_module.ArrayRecordReader(path, _READING)
     if reader.num_records() != -(-tokens // CHUNK):
         there = "damaged" if os.path.exists(path) else "gone"
-        raise UserError(f"{path}: {there}; prepare the data again")
+        raise UserError(f"{path}: {there}; delete the folder and prepare again")
     return reader
