@@ -33,7 +33,7 @@ _DTYPE = flags.DEFINE_enum(
     "dtype", "float32", ["float32", "bfloat16"], "of an export: precision of the weights"
 )
 _SHARD = flags.DEFINE_float(
-    "max_shard_gb", 5.0, "of an export: most GB of a file", lower_bound=1e-6
+    "max_shard_gb", 5.0, "of an export: most GB of a file", lower_bound=1e-6, upper_bound=1e6
 )
 
 

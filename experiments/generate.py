@@ -24,7 +24,13 @@ from xmod_jax.errors import UserError
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, "run directory")
 _PROMPT = flags.DEFINE_multi_string("prompt", [], "text to continue; may be given several times")
 _PROMPT_FILE = flags.DEFINE_string("prompt_file", None, "file with a prompt in every line")
-_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 256, "tokens to generate at most", lower_bound=1)
+_MAX_TOKENS = flags.DEFINE_integer(
+    "max_tokens",
+    256,
+    "tokens to generate at most; the caches hold as many",
+    lower_bound=1,
+    upper_bound=1 << 20,
+)
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "0 takes the likeliest token", lower_bound=0)
 _TOP_K = flags.DEFINE_integer("top_k", 0, "only the k likeliest tokens; 0 for all", lower_bound=0)
 _TOP_P = flags.DEFINE_float("top_p", 1.0, "only the likeliest tokens of this probability together")
