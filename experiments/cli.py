@@ -13,6 +13,7 @@ import errno
 import logging
 import math
 import os
+import pathlib
 import select
 import sys
 import textwrap
@@ -67,6 +68,20 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     sys.exit(status)
 
 
+def output_folder(path: str | pathlib.Path) -> pathlib.Path:
+    """The folder of ``--output``: made, and found writable, before the long part of a command.
+
+    Raises:
+      UserError: it cannot be written to.
+      OSError: it cannot be made.
+    """
+    folder = pathlib.Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"{folder}: cannot be written to: choose another folder with --output=DIR")
+    return folder
+
+
 def abandon(lost: ProcessLost) -> NoReturn:
     """Ends the process at once: the interpreter's way out would wait for the one that is lost."""
     _say(str(lost))
@@ -118,8 +133,9 @@ def _parse_and_call(main: Callable[[], int | None]) -> int:
 
 def _refuse_nan() -> None:
     """A bound of a flag lets NaN through, since it is neither below nor above."""
-    for name, flag in ((name, flags.FLAGS[name]) for name in flags.FLAGS):
-        if isinstance(flag.value, float) and math.isnan(flag.value):
+    for name in flags.FLAGS:
+        value = flags.FLAGS[name].value
+        if isinstance(value, float) and math.isnan(value):
             raise UserError(f"--{name}=nan is not a number")
 
 

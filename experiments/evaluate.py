@@ -11,7 +11,6 @@ every answer, as the harness writes them.
 
 from __future__ import annotations
 
-import os
 import pathlib
 import sys
 from typing import Any
@@ -59,10 +58,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         raise UserError("evaluation needs the package lm_eval: install the extra eval") from error
     if _OUTPUT.value:
-        folder = pathlib.Path(_OUTPUT.value)
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK):  # the harness would only log it, after the work
-            raise UserError(f"--output={folder}: cannot be written to: choose another folder")
+        cli.output_folder(_OUTPUT.value)  # the harness would only log a failure, after the work
     manager, tasks = _tasks()
     results, tracker = _evaluate(manager, tasks)
     _report(results, tracker)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -121,14 +120,11 @@ def main() -> None:
 
 
 def _output_folder() -> pathlib.Path:
-    """The folder to write to; made, and found writable, before the long part begins."""
-    beside = _OBSERVATIONS.value or _WORKDIR.value[0]
-    default = pathlib.Path(beside).parent if _OBSERVATIONS.value else pathlib.Path(beside)
-    folder = pathlib.Path(_OUTPUT.value) if _OUTPUT.value else default
-    folder.mkdir(parents=True, exist_ok=True)
-    if not os.access(folder, os.W_OK):
-        raise UserError(f"{folder}: cannot be written to: choose another folder with --output=DIR")
-    return folder
+    if _OUTPUT.value:
+        return cli.output_folder(_OUTPUT.value)
+    if _OBSERVATIONS.value:
+        return cli.output_folder(pathlib.Path(_OBSERVATIONS.value).parent)
+    return cli.output_folder(_WORKDIR.value[0])
 
 
 def _read(paths: Sequence[str]) -> list[obs.Row]:

@@ -25,7 +25,7 @@ def named_leaves(state: Any) -> dict[str, jax.Array]:
     return {jax.tree_util.keystr(path).lstrip("."): leaf for path, leaf in leaves}
 
 
-_POLL_S = 0.02
+_POLL_S = 0.02  # between looks at a save that other processes take part in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +179,7 @@ class Checkpoints:
         items = ocp.args.Composite(
             state=ocp.args.StandardSave(named_leaves(state)), meta=ocp.args.JsonSave(meta)
         )
-        self.wait()
+        self.wait()  # the manager's own wait does not end where a process failed
         try:
             self._manager.save(int(state.step), args=items)
         except (OSError, ValueError) as error:
