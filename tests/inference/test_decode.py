@@ -104,8 +104,9 @@ _OVER_512 = ("dense", "xmod with a short first stage", "moe")
 def test_decoding_equals_the_full_pass_over_512_tokens(name):
     model, ids = make(name), tokens(B, 528)
     want, _ = run(model, ids, Threshold(model.thresholds()))
-    found, _ = decode(name, ids, (400, 16, 1), 0.0, routed=528, chunk=16)
+    found, cache = decode(name, ids, (400, 16, 1), 0.0, routed=528, chunk=16)
     close(found, want)
+    assert cache.length_B.tolist() == [528] * B
 
 
 def test_new_rows_never_move_over_older_ones_at_the_end_of_a_buffer():

@@ -108,5 +108,7 @@ def test_the_pods_of_a_sweep_share_its_runs_and_each_fills_its_own_mesh():
 def test_what_the_manifests_train_exists_and_fits_its_mesh(name):
     given = flags(job(name))
     experiment = registry.get(given["experiment"], "paper")
-    for run in experiment.select([given["run"]] if "run" in given else []):
+    runs = experiment.select([given["run"]] if "run" in given else [])
+    assert [run.name for run in runs] == [given["run"]] if "run" in given else len(runs) > 1
+    for run in runs:
         MeshShape.parse(given["mesh"]).check(run)

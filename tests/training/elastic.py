@@ -38,6 +38,7 @@ def compare_fresh() -> None:
     mesh = MeshShape.parse("data:2,fsdp:2,tensor:2").make()
     for name, value in values(initial_state(config, mesh)).items():
         np.testing.assert_array_equal(value, fresh[name], err_msg=name)
+    print(jax.device_count())
 
 
 def main() -> None:

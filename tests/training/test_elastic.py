@@ -13,4 +13,4 @@ def test_a_checkpoint_restores_on_any_mesh_with_the_same_values(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_starts_with_the_same_numbers_on_any_mesh():
-    run_module("tests.training.elastic", "fresh")
+    assert run_module("tests.training.elastic", "fresh").stdout.strip() == "8"
