@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import logging
 import math
 import os
@@ -60,6 +61,9 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     # Python has no stream where the caller closed the descriptor.
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A path need not be UTF-8, and a terminal not know every character.
+        sys.stdout.reconfigure(errors="backslashreplace")
     absl_logging.get_absl_logger().addFilter(_worth_logging)
     status = _status(main)
     if status not in (0, REQUEUE) and _among_others():
@@ -127,16 +131,18 @@ def _parse_and_call(main: Callable[[], int | None]) -> int:
         raise UserError(
             f"unexpected argument {extra[0]!r}: write flags as --name=value (--help lists them)"
         )
-    _refuse_nan()
+    _refuse_hollow()
     return main() or 0
 
 
-def _refuse_nan() -> None:
-    """A bound of a flag lets NaN through, since it is neither below nor above."""
+def _refuse_hollow() -> None:
+    """Refuses NaN, which no bound of a flag stops, and lists with an empty part, as in ``a,,b``."""
     for name in flags.FLAGS:
         value = flags.FLAGS[name].value
         if isinstance(value, float) and math.isnan(value):
             raise UserError(f"--{name}=nan is not a number")
+        if isinstance(value, list) and "" in value:
+            raise UserError(f"--{name}={','.join(value)} has an empty part: remove a comma")
 
 
 def _say(message: str) -> None:

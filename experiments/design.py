@@ -42,7 +42,13 @@ _A = flags.DEFINE_float("A", None, "anchor stride; default: the best")
 _K = flags.DEFINE_integer("K", None, "token sparsity; default: the best", lower_bound=2)
 _MAX_PARAMS = flags.DEFINE_string("max_params", None, "largest total parameters, e.g. 10B")
 _MAX_DEPTH = flags.DEFINE_integer("max_depth", None, "largest number of layers", lower_bound=1)
-_DEPTH = flags.DEFINE_integer("active_depth", 28, "layers that a token passes", lower_bound=1)
+_DEPTH = flags.DEFINE_integer(
+    "active_depth",
+    28,
+    "layers that a token passes",
+    lower_bound=1,
+    upper_bound=feasible.DEEPEST,
+)
 _PREFIX = flags.DEFINE_integer("prefix", 4, "N0, dense layers at the start", lower_bound=0)
 _EXTRAPOLATE = flags.DEFINE_bool("extrapolate", False, "search K and A beyond the fitted ranges")
 _FORMAT = flags.DEFINE_enum("format", "table", ["table", "json"], "how to print")
@@ -53,7 +59,10 @@ def main() -> None:
     law = LawFile.paper() if _LAW.value == "paper" else LawFile.load(pathlib.Path(_LAW.value))
     found = designing.design(law, _request())
     answer = designing.record(found, law)
-    print(json.dumps(answer, indent=1) if _FORMAT.value == "json" else law_tables.design(answer))
+    if _FORMAT.value == "json":
+        print(json.dumps(answer, indent=1, allow_nan=False))
+    else:
+        print(law_tables.design(answer))
 
 
 def _request() -> feasible.Request:

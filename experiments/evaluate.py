@@ -59,34 +59,18 @@ def main() -> None:
         raise UserError("evaluation needs the package lm_eval: install the extra eval") from error
     if _OUTPUT.value:
         cli.output_folder(_OUTPUT.value)  # the harness would only log a failure, after the work
-    manager, tasks = _tasks()
-    results, tracker = _evaluate(manager, tasks)
+    results, tracker = _evaluate()
     _report(results, tracker)
 
 
-def _tasks() -> tuple[Any, list[str]]:
-    """The harness's manager of tasks, and the names that the flags mean."""
-    from lm_eval.tasks import TaskManager
-
-    manager = TaskManager(include_path=_INCLUDE.value)
-    found: list[str] = []
-    for name in _TASKS.value or ():
-        matching = manager.match_tasks([name])
-        if not matching:
-            raise UserError(
-                f"--tasks: no task is called {name}; `lm_eval ls tasks` lists the harness's own, "
-                "--include_path adds others"
-            )
-        found += [match for match in matching if match not in found]
-    return manager, found
-
-
-def _evaluate(manager: Any, tasks: list[str]) -> tuple[dict[str, Any], Any]:
+def _evaluate() -> tuple[dict[str, Any], Any]:
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.loggers import EvaluationTracker
 
-    from experiments import harness
+    from experiments import harness, harness_tasks
 
+    names = _TASKS.value or ()
+    manager, tasks = harness_tasks.load(names, _INCLUDE.value or (), _FEWSHOT.value)
     tracker = EvaluationTracker(output_path=_OUTPUT.value)
     settings = {
         "pretrained": _CHECKPOINT.value,
@@ -94,7 +78,7 @@ def _evaluate(manager: Any, tasks: list[str]) -> tuple[dict[str, Any], Any]:
         "threshold": _THRESHOLD.value,
         "vocabulary": _VOCABULARY.value,
     }
-    try:
+    with harness_tasks.blaming(names):
         results = simple_evaluate(
             model=harness.NAME,
             model_args={key: value for key, value in settings.items() if value is not None},
@@ -106,8 +90,6 @@ def _evaluate(manager: Any, tasks: list[str]) -> tuple[dict[str, Any], Any]:
             evaluation_tracker=tracker,
             log_samples=_SAMPLES.value,
         )
-    except (ConnectionError, FileNotFoundError) as error:  # of the library that fetches data
-        raise UserError(f"--tasks={','.join(tasks)}: data cannot be had: {error}") from error
     assert results is not None
     return results, tracker
 

@@ -80,8 +80,6 @@ def main() -> None:
     """Fits, validates, prints the tables, writes the files."""
     if bool(_WORKDIR.value) == bool(_OBSERVATIONS.value):
         raise UserError("give either --workdir=DIR,... or --observations=FILE.csv")
-    if not all(_WORKDIR.value):
-        raise UserError(f"--workdir={','.join(_WORKDIR.value)}: a folder between commas is empty")
     if not math.isfinite(_TOLERANCE.value):
         raise UserError(f"--flops_tolerance={_TOLERANCE.value} is not a number")
     rows = _read(_WORKDIR.value or [str(_OBSERVATIONS.value)])

@@ -53,8 +53,9 @@ def main() -> None:
         shards.verify(output, manifest)
         print(f"{output} is whole: {_told(manifest)}")
         return
-    if not _INPUT.value or not all(_INPUT.value):
+    if not _INPUT.value:
         raise UserError("--input is missing: name files, folders or TFDS data sets")
+    _refuse_output_within_input(output)
     reading = documents.Reading(_FIELD.value, _DOCUMENTS.value, _INVALID.value, _NULL.value)
     settings = preparation.Settings(_TOKENIZER.value, _VOCABULARY.value, _HELDOUT.value, reading)
     sources = documents.find(_INPUT.value, _SOURCE.value)
@@ -69,6 +70,18 @@ def main() -> None:
         )
     print(f"{output}: {_told(manifest)}")
     print(f"train on it with --data={output}")
+
+
+def _refuse_output_within_input(output: pathlib.Path) -> None:
+    """The next start would take what this one wrote for text."""
+    if _SOURCE.value == documents.TFDS:
+        return
+    resolved = output.resolve()
+    for given in _INPUT.value:
+        if pathlib.Path(given).resolve() in (resolved, *resolved.parents):
+            raise UserError(
+                f"--output={output} lies within --input={given}: choose a folder outside of it"
+            )
 
 
 def _show(bar: tqdm, progress: preparation.Progress) -> None:

@@ -32,7 +32,8 @@ def main() -> None:
     output = pathlib.Path(_OUTPUT.value) if _OUTPUT.value else folders[0] / "report.html"
     sweeps = report_data.load(_WORKDIR.value)
     page = report_content.build(sweeps, report_law.find(folders, _LAW.value))
-    records.write_atomically(output, page.encode())
+    # A path that is not UTF-8 is shown with question marks, so that the page is.
+    records.write_atomically(output, page.encode(errors="replace"))
     finished = sum(len(configuration.results) for s in sweeps for configuration in s.finished)
     started = sum(len(sweep.runs) for sweep in sweeps)
     told = f"{finished} of {started} runs finished" if finished else report_content.NOTHING

@@ -163,11 +163,11 @@ def load(paths: Sequence[str]) -> list[Sweep]:
 def _sweep(
     experiment: str, scale: str, runs: list[RunRecord], folders: list[pathlib.Path]
 ) -> Sweep:
+    parents = {run.directory.resolve().parent for run in runs}
     declared = [
-        (folder, [entry["name"] for entry in records.read_json(path).get("runs", [])])
+        (folder, [run.name for run in sweep.runs])
         for folder in folders
-        if (path := folder / records.SWEEP).is_file()
-        and folder.resolve() in {run.directory.resolve().parent for run in runs}
+        if folder.resolve() in parents and (sweep := records.SweepRecord.find(folder))
     ]
     missing = {
         folder: tuple(name for name in names if not (folder / name / records.CONFIG).is_file())

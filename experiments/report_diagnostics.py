@@ -72,10 +72,11 @@ def read(directory: pathlib.Path) -> Diagnostics | None:
     path = directory / FILE
     if not path.is_file():
         return None
+    stored = records.read_json(path)
     try:
-        return Diagnostics.from_record(records.read_json(path))
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path}: not diagnostics: {error!r}; run diagnose again") from error
+        return Diagnostics.from_record(stored)
+    except ValueError as error:
+        raise UserError(f"{path}: not diagnostics: {error}; run diagnose again") from error
 
 
 def table_rows(models: Mapping[str, Diagnostics]) -> list[tuple[str, ...]]:

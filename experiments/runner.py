@@ -58,16 +58,12 @@ def choose_workdir(experiment: Experiment, given: str | None) -> pathlib.Path:
     workdir = _workdir(experiment, given)
     if workdir.exists() and not workdir.is_dir():
         raise UserError(f"--workdir={workdir} is a file: choose a folder")
-    if (workdir / records.SWEEP).exists():
-        stored = records.read_json(workdir / records.SWEEP)
-        theirs = (stored.get("experiment"), stored.get("scale"))
-        if None in theirs:
-            raise UserError(f"{workdir / records.SWEEP}: not a sweep's: choose another folder")
-        if theirs != (experiment.name, experiment.scale):
-            raise UserError(
-                f"--workdir={workdir} holds {theirs[0]} at {theirs[1]} scale, not "
-                f"{experiment.name} at {experiment.scale} scale: choose another folder"
-            )
+    stored = records.SweepRecord.find(workdir)
+    if stored and (stored.experiment, stored.scale) != (experiment.name, experiment.scale):
+        raise UserError(
+            f"--workdir={workdir} holds {stored.experiment} at {stored.scale} scale, not "
+            f"{experiment.name} at {experiment.scale} scale: choose another folder"
+        )
     for run in experiment.runs:
         records.check_same_run(workdir / run.name, run)
     return workdir
@@ -127,9 +123,8 @@ def write_sweep(experiment: Experiment, workdir: pathlib.Path) -> None:
     for data in dict.fromkeys(run.data for run in experiment.runs):
         sources.check(data)
     workdir.mkdir(parents=True, exist_ok=True)
-    runs = [{"name": run.name, "hash": config_hash(run)} for run in experiment.runs]
-    content = {"experiment": experiment.name, "scale": experiment.scale, "runs": runs}
-    records.write_json(workdir / records.SWEEP, content)
+    runs = tuple(records.DeclaredRun(run.name, config_hash(run)) for run in experiment.runs)
+    records.SweepRecord(experiment.name, experiment.scale, runs).write(workdir)
 
 
 def train_one(

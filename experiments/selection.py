@@ -14,7 +14,8 @@ from experiments import registry
 from experiments.auto_scale import auto_scale, local_devices
 from experiments.registry import Experiment
 from experiments.scales import SCALES
-from xmod_jax.config import MAX_SEED
+from xmod_jax.config import MAX_SEED, DataConfig
+from xmod_jax.data import sources
 from xmod_jax.errors import UserError
 
 AUTO = "auto"
@@ -46,8 +47,10 @@ def selected(default_scale: str = AUTO) -> Experiment:
     """The experiment that the flags choose; an automatic scale is told on stderr with its reason.
 
     Raises:
-      UserError: no experiment given, or it or its scale unknown.
+      UserError: no experiment given, it or its scale unknown, or --data not there.
     """
+    if _DATA.value:
+        sources.check(DataConfig(_DATA.value))
     if not _EXPERIMENT.value:
         raise UserError(f"--experiment is missing; known: {', '.join(registry.names())}")
     scale = _SCALE.value or default_scale

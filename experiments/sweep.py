@@ -32,7 +32,7 @@ flags.adopt_module_key_flags(cluster)
 def main() -> int:
     """Plans, trains, reports."""
     experiment = selection.selected()
-    runs = planning.shard(experiment.select([name for name in _ONLY.value if name]), _SHARD.value)
+    runs = planning.shard(experiment.select(_ONLY.value), _SHARD.value)
     cluster.check(runs)
     workdir = runner.choose_workdir(experiment, _WORKDIR.value)
     if not runs:

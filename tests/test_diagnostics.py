@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from typing import Any
 
 import jax
@@ -163,7 +164,24 @@ def test_the_record_reads_back():
     model = _collapsing(tau=0.0)
     found = diagnose(model, model.thresholds(), [_sequences_with_a_quarter_preferred(2)])
     assert Diagnostics.from_record(found.record()) == found
-    with pytest.raises(KeyError):
+    placed = {"hash": "x", "step": 3} | json.loads(json.dumps(found.record()))
+    assert Diagnostics.from_record(placed) == found
+    one = placed["calibrated"][0]
+    changes: tuple[dict[str, Any], ...] = (
+        {"agreement": None},
+        {"sparsity": 0},
+        {"sparsity": "4"},
+        {"calibrated": {}},
+        {"calibrated": [3]},
+        {"calibrated": [one | {"coverage": "all"}]},
+        {"calibrated": [one | {"updates": one["updates"][1:]}]},
+        {"calibrated": [one | {"updates": [0] * len(one["updates"])}]},
+        {"calibrated": [one | {"layers": 0, "updates": [5]}]},
+    )
+    for change in changes:
+        with pytest.raises(ValueError):
+            Diagnostics.from_record(placed | change)
+    with pytest.raises(ValueError):
         Diagnostics.from_record({"sparsity": 4})
 
 

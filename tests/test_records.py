@@ -244,6 +244,70 @@ def test_a_line_that_is_no_record_is_named(tmp_path, line, told):
             read(path)
 
 
+def _leaves(value, path=()):
+    """Paths to every value in a JSON value, containers among them."""
+    entries = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, entry in entries:
+        yield (*path, key)
+        if isinstance(entry, dict | list):
+            yield from _leaves(entry, (*path, key))
+
+
+def _replaced(value, path, new):
+    copy = json.loads(json.dumps(value))
+    within = copy
+    for key in path[:-1]:
+        within = within[key]
+    within[path[-1]] = new
+    return copy
+
+
+_WRONG: tuple[object, ...] = (None, True, -1, 0, 0.5, "text", [], {}, [[1]], 10**30)
+_FINAL = {"step": 8} | dict.fromkeys(
+    ("tokens", "flops", "loss_topk", "loss_threshold", "loss_calibrated"), 1.0
+)
+
+
+def _stored(directory):
+    """A finished run with every file that a sweep leaves; their values by path."""
+    records.prepare(directory / "run", CONFIG)
+    records.mark_done(directory / "run", _FINAL)
+    declared = records.DeclaredRun("run", config_hash(CONFIG))
+    records.SweepRecord("k_sweep", "mini", (declared,)).write(directory)
+    paths = (directory / "run/config.json", directory / "run/DONE", directory / "sweep.json")
+    return {path: json.loads(path.read_text()) for path in paths}
+
+
+def _read_all(directory):
+    """Reads what commands read, and does with the numbers what they do."""
+    (run,) = records.find_runs([directory])
+    sweep = records.SweepRecord.find(directory)
+    assert sweep is not None and all(declared.name.strip() for declared in sweep.runs)
+    final = run.final
+    assert final is not None and all(f"{final[key]:.4f}" for key in _FINAL)
+    assert math.isfinite(math.log(final["flops"] * final["tokens"]))
+    assert run.accounting["total_params"] / run.accounting["n_act"] > 0
+    assert config_hash(run.config) and run.hash[:8]
+    assert accounting.summary(run.config.model, run.config.train.context_length)
+
+
+def test_any_value_of_another_kind_in_any_file_is_one_line(tmp_path):
+    """Every value of every file, replaced by values of every kind: read, or refused by name."""
+    refused = 0
+    for path, stored in _stored(tmp_path).items():
+        for place in _leaves(stored):
+            for wrong in _WRONG:
+                path.write_text(json.dumps(_replaced(stored, place, wrong)))
+                try:
+                    _read_all(tmp_path)
+                except UserError as error:
+                    assert path.name in str(error) and "\n" not in str(error), (place, wrong)
+                    refused += 1
+        path.write_text(json.dumps(stored))
+    assert refused > 300
+    _read_all(tmp_path)
+
+
 def test_a_failed_write_names_the_path_that_was_asked_for(tmp_path):
     (tmp_path / "folder").mkdir()
     with pytest.raises(OSError) as failure:
@@ -281,6 +345,10 @@ def test_a_path_that_is_no_run_is_named(tmp_path):
         '{"hash": 1, "config": {}}',
         '{"hash": 1, "config": []}',
         '{"hash": 1, "config": null, "accounting": []}',
+        '{"hash": NaN}',
+        '{"hash": 1e999}',
+        '{"hash": 1' + "0" * 400 + "}",
+        '{"hash": ' + "[" * 100_000,
     ],
 )
 def test_a_config_that_cannot_be_read_is_one_line(tmp_path, content):

@@ -20,6 +20,7 @@ from xmod_jax.hierarchy import Hierarchy
 GPT2_VOCABULARY = 50_257
 BYTE_VOCABULARY = 257  # 256 bytes and the end-of-text token
 MAX_SEED = 2**32 - 1  # generators of random numbers take 32 bits
+MAX_COUNT = 2**31 - 1  # of anything counted: positions, steps and sizes are int32 on a device
 T = TypeVar("T")
 
 
@@ -68,8 +69,15 @@ _ADDED = {"added": True}
 def _positive(owner: object, *names: str) -> None:
     for name in names:
         value = getattr(owner, name)
-        if not math.isfinite(value) or value <= 0:
+        if not 0 < value < math.inf:
             raise ValueError(f"{type(owner).__name__}.{name} must be positive, got {value}")
+        _countable(f"{type(owner).__name__}.{name}", value)
+
+
+def _countable(name: str, value: float) -> None:
+    if isinstance(value, int) and value > MAX_COUNT:
+        # Not the value: it may have more digits than anybody reads.
+        raise ValueError(f"{name} must be at most {MAX_COUNT}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,6 +193,7 @@ class MoE:
         for name in ("shared", "balance", "bias_rate"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"MoE.{name} must be at least 0, got {getattr(self, name)}")
+            _countable(f"MoE.{name}", getattr(self, name))
 
     @classmethod
     def fine_grained(
@@ -302,8 +311,10 @@ class TrainConfig:
         for name in ("alignment", "eval_every", "checkpoint_every", "seed"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+            if name != "seed":
+                _countable(name, getattr(self, name))
         if self.seed > MAX_SEED:
-            raise ValueError(f"seed must be at most {MAX_SEED}, got {self.seed}")
+            raise ValueError(f"seed must be at most {MAX_SEED}")
 
     @property
     def tokens_per_step(self) -> int:
@@ -383,16 +394,17 @@ def _plain(value: Any) -> Any:
     }
 
 
-def from_dict(kind: type[T], values: dict[str, Any]) -> T:
-    """Rebuilds a configuration from `to_dict`'s form.
+def from_dict(kind: type[T], values: Any) -> T:
+    """Rebuilds a dataclass from its JSON form, a configuration for instance from `to_dict`'s.
 
     Raises:
-      ValueError: unknown or missing fields, or values the configuration refuses.
+      ValueError: unknown or missing fields, values of another type or that `kind` refuses.
     """
     return typing.cast(T, _build(kind, values, kind.__name__))
 
 
 def _build(kind: Any, value: Any, where: str) -> Any:
+    """`value` as the annotation `kind` says; ValueError where it is something else."""
     if dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
         if not isinstance(value, dict) or set(value) - set(hints):
@@ -403,11 +415,19 @@ def _build(kind: Any, value: Any, where: str) -> Any:
         except TypeError as error:
             raise ValueError(f"{where}: {error}") from error
     if typing.get_origin(kind) is tuple:
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"{where}: not a list: {value!r}")
         return tuple(_build(typing.get_args(kind)[0], entry, where) for entry in value)
     if isinstance(kind, types.UnionType):
         present = [option for option in typing.get_args(kind) if option is not type(None)]
         return None if value is None else _build(present[0], value, where)
-    return kind(value) if isinstance(kind, type) and issubclass(kind, enum.Enum) else value
+    if issubclass(kind, enum.Enum):
+        return kind(value)
+    # A whole number may stand for a float, as it does in JSON; True is no number.
+    allowed = (int, float) if kind is float else kind
+    if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
+        raise ValueError(f"{where}: {value!r} is not of type {kind.__name__}")
+    return value
 
 
 def config_hash(config: RunConfig) -> str:

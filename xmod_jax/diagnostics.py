@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import stats
 
+from xmod_jax.config import from_dict
 from xmod_jax.model import Decoder, Threshold, Thresholds, TopK
 
 
@@ -112,6 +113,15 @@ class Intervals:
     jaccard: float | None
     updates: tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        if self.layers < 1 or len(self.updates) != self.layers + 1 or min(self.updates) < 0:
+            raise ValueError(
+                f"{self.layers} layers need counts of 0 to {self.layers} updates, got "
+                f"{self.updates}"
+            )
+        if not sum(self.updates):
+            raise ValueError("no token-interval was counted")
+
     @property
     def shares(self) -> np.ndarray:
         """[T + 1] shares of token-intervals with 0, 1, ... T updates."""
@@ -136,25 +146,19 @@ class Diagnostics:
     threshold: tuple[Intervals, ...]
     agreement: float
 
+    def __post_init__(self) -> None:
+        if self.sparsity < 1:
+            raise ValueError(f"sparsity must be at least 1, got {self.sparsity}")
+
     def record(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Diagnostics:
-        """Reads `record`'s form; KeyError or TypeError where it is not that."""
-        passes = {
-            name: tuple(
-                Intervals(**{**entry, "updates": tuple(entry["updates"])}) for entry in record[name]
-            )
-            for name in ("calibrated", "threshold")
-        }
-        return cls(
-            int(record["sparsity"]),
-            int(record["sequences"]),
-            **passes,
-            agreement=float(record["agreement"]),
-        )
+        """Reads `record`'s form, whatever stands beside it; ValueError where it is not that."""
+        names = {field.name for field in dataclasses.fields(cls)}
+        return from_dict(cls, {name: value for name, value in record.items() if name in names})
 
 
 def diagnose(

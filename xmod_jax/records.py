@@ -10,7 +10,7 @@ A run directory holds
 
 A process may die at any instruction: whole files are replaced atomically, and a torn last line of a
 JSON-lines file is ignored by readers and removed by the next writer. Records hold finite numbers
-only; writing NaN or infinity raises.
+only; writing or reading NaN or infinity raises.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import enum
 import fcntl
 import functools
 import json
+import math
 import os
 import pathlib
 import socket
@@ -40,8 +41,10 @@ FAILED = "FAILED"
 LOCK = ".lock"
 SWEEP = "sweep.json"
 _LABELS = ("scale",)  # of a record; all else in it are numbers
-# What every evaluation holds.
+# What every evaluation holds as numbers, the first two above 0.
 _EVALUATED = ("tokens", "flops", "loss_topk", "loss_threshold", "loss_calibrated")
+# What readers divide by.
+_ACCOUNTED = ("n_act", "total_params", "phi_ratio", "hardware_flops_per_token")
 # The fields that `config_hash` covers: the others are labels.
 _HASHED = ("model", "train", "data", "start")
 
@@ -101,14 +104,38 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     write_atomically(path, _encode(value, indent=1))
 
 
+def parse_json(text: str | bytes) -> Any:
+    """A JSON value whose numbers are finite, also as floats.
+
+    Raises:
+      ValueError: it is not that; also for lists in lists too deep for Python, and bytes not UTF-8.
+    """
+    try:
+        return json.loads(text, parse_constant=_finite, parse_float=_finite, parse_int=_whole)
+    except RecursionError as error:
+        raise ValueError("its values are nested too deep") from error
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not a finite number")
+    return value
+
+
+def _whole(text: str) -> int:
+    _finite(text)
+    return int(text)
+
+
 def read_json(path: Path) -> Record:
     """Reads one JSON object.
 
     Raises:
-      UserError: missing, or not a JSON object.
+      UserError: missing, or not a JSON object of finite numbers.
     """
     try:
-        value = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+        value = parse_json(pathlib.Path(path).read_bytes())
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file") from error
     except ValueError as error:
@@ -183,7 +210,7 @@ def read_lines(path: Path) -> list[Record]:
     # What follows the last line feed is torn, or empty.
     for number, line in enumerate(content.split(b"\n")[:-1], 1):
         try:
-            record = json.loads(line)
+            record = parse_json(line)
         except ValueError as error:
             raise UserError(f"{path}: line {number} is not JSON: {error}") from error
         if trouble := _not_a_record(record):
@@ -199,12 +226,29 @@ def _not_a_record(value: Any) -> str | None:
     """What keeps a JSON value from being a record of a step, or None."""
     if not isinstance(value, dict):
         return "is not a JSON object"
-    if not isinstance(value.get("step"), int):
+    if not isinstance(value.get("step"), int) or isinstance(value["step"], bool):
         return "has no step"
     for key, entry in value.items():
-        number = isinstance(entry, int | float) and not isinstance(entry, bool)
-        if not (number or entry is None or key in _LABELS):
+        if not (_is_number(entry) or entry is None or key in _LABELS):
             return f"has no number as {key}"
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_positive(value: Any) -> bool:
+    return _is_number(value) and value > 0
+
+
+def _not_an_evaluation(record: Record) -> str | None:
+    """What keeps a record from being a final evaluation, or None."""
+    for key in _EVALUATED:
+        if not _is_number(record.get(key)):
+            return f"lacks {key}"
+        if key in ("tokens", "flops") and record[key] <= 0:
+            return f"has no number above 0 as {key}"
     return None
 
 
@@ -371,13 +415,17 @@ class RunRecord:
         stored = read_json(path)
         try:
             config = from_dict(RunConfig, stored["config"])
-            accounted = stored["accounting"]
-            if not isinstance(accounted, dict):
-                raise ValueError("accounting is not an object")
-            return cls(directory, config, stored["hash"], accounted)
+            accounted, identity = stored["accounting"], stored["hash"]
+            if not isinstance(accounted, dict) or not all(map(_is_number, accounted.values())):
+                raise ValueError("accounting is not an object of numbers")
+            if wrong := [name for name in _ACCOUNTED if not _is_positive(accounted.get(name))]:
+                raise ValueError(f"accounting has no number above 0 as {wrong[0]}")
+            if not isinstance(identity, str):
+                raise ValueError("hash is not text")
+            return cls(directory, config, identity, accounted)
         except KeyError as error:
             raise UserError(f"{path}: no field {error}") from error
-        except (ValueError, TypeError) as error:
+        except ValueError as error:
             raise UserError(f"{path}: {error}") from error
 
     @property
@@ -405,14 +453,52 @@ class RunRecord:
         if self.status is not Status.DONE:
             return None
         path = self.directory / DONE
-        final = read_json(path).get("final")
-        lacks = [key for key in _EVALUATED if key not in final] if isinstance(final, dict) else []
-        trouble = _not_a_record(final) or (f"lacks {lacks[0]}" if lacks else None)
-        if trouble:
+        final: Any = read_json(path).get("final")
+        if trouble := _not_a_record(final) or _not_an_evaluation(final):
             raise UserError(
                 f"{path}: its final evaluation {trouble}: remove {DONE} and start the run again"
             )
         return final
+
+
+@dataclasses.dataclass(frozen=True)
+class DeclaredRun:
+    """A run as sweep.json names it: its directory's name and its `config_hash`."""
+
+    name: str
+    hash: str
+
+
+@dataclasses.dataclass(frozen=True)
+class SweepRecord:
+    """What sweep.json holds: which experiment a work directory belongs to, and its runs."""
+
+    experiment: str
+    scale: str
+    runs: tuple[DeclaredRun, ...]
+
+    def write(self, workdir: Path) -> None:
+        """Writes sweep.json."""
+        write_json(pathlib.Path(workdir) / SWEEP, dataclasses.asdict(self))
+
+    @classmethod
+    def find(cls, workdir: Path) -> SweepRecord | None:
+        """What a work directory's sweep.json holds; None where there is none.
+
+        Raises:
+          UserError: it cannot be read.
+        """
+        path = pathlib.Path(workdir) / SWEEP
+        if not path.is_file():
+            return None
+        stored = read_json(path)
+        try:
+            return from_dict(cls, stored)
+        except ValueError as error:
+            raise UserError(
+                f"{path}: not a sweep's: {error}; choose another folder, or remove it and start "
+                "the sweep again"
+            ) from error
 
 
 def find_runs(paths: Iterable[Path]) -> list[RunRecord]:

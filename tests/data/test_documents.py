@@ -158,3 +158,35 @@ def test_the_share_that_has_been_read_ends_at_one(tmp_path):
     reading = Documents(find([str(path)], None)[0], Reading(unit="line"))
     shares = [reading.done for _ in reading]
     assert shares == sorted(shares) and reading.done == 1.0
+
+
+def test_a_folder_is_read_through_its_links(tmp_path):
+    for name in ("texts/a.txt", "elsewhere/b.txt", "elsewhere/.hidden.txt", "texts/.c/d.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    texts = tmp_path / "texts"
+    (texts / "link.txt").symlink_to(tmp_path / "elsewhere/b.txt")
+    (texts / "more").symlink_to(tmp_path / "elsewhere")
+    found = [pathlib.Path(source.path).relative_to(texts) for source in find([str(texts)], None)]
+    assert list(map(str, found)) == ["a.txt", "link.txt", "more/b.txt"]
+
+
+def test_links_that_lead_nowhere_or_back_are_refused(tmp_path):
+    for name, target, why in (
+        ("broken.txt", tmp_path / "gone", "broken link"),
+        ("round", tmp_path / "texts", "a folder that it is in"),
+    ):
+        texts = tmp_path / "texts"
+        texts.mkdir(exist_ok=True)
+        (texts / "a.txt").write_text("a")
+        (texts / name).symlink_to(target)
+        with pytest.raises(UserError, match=why) as refusal:
+            find([str(texts)], None)
+        assert name in str(refusal.value)
+        (texts / name).unlink()
+
+
+def test_a_value_nested_too_deep_is_refused(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": ' + "[" * 100_000 + "\n")
+    assert "line 1: not JSON" in refused(path)

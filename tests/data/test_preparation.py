@@ -143,6 +143,35 @@ def test_context_length_and_batch_size_change_no_heldout_token(directory, L):
         np.testing.assert_array_equal(rows[:, 1:].ravel(), whole[1 : len(rows) * L + 1])
 
 
+def test_until_a_unit_is_finished_other_settings_may_take_the_folder(tmp_path):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts/a.txt").write_bytes(b"good\nbad \xff\nmore\n" * 50)
+    found = documents.find([str(tmp_path / "texts")], None)
+    output = tmp_path / "out"
+    strict = preparation.Settings("bytes", reading=documents.Reading(unit="line"))
+    mending = dataclasses.replace(
+        strict, reading=documents.Reading(unit="line", replace_invalid=True)
+    )
+    with pytest.raises(UserError, match="--replace_invalid"):
+        prepare(found, output, strict, 1)
+    (output / "train-00007.arrayrecord").touch()  # as of a unit that died before its note
+    manifest = prepare(found, output, mending, 1)
+    assert manifest.sources[0]["invalid"] == 50 and len(list(output.glob("train-*"))) == 1
+    with pytest.raises(UserError, match="other reading"):
+        prepare(found, output, strict, 1)
+
+
+def test_an_output_within_the_input_is_refused_and_nothing_made(tmp_path):
+    corpus(tmp_path / "texts")
+    before = sorted((tmp_path / "texts").iterdir())
+    for output in ("texts", "texts/out", "texts/deep/../out"):
+        done = run_command(
+            "prepare_data", f"--input={tmp_path}/texts", f"--output={tmp_path}/{output}"
+        )
+        assert done.returncode == 2 and "lies within --input" in done.stderr, done.stderr
+    assert sorted((tmp_path / "texts").iterdir()) == before
+
+
 def test_the_command_prepares_once_and_verifies(tmp_path):
     corpus(tmp_path / "texts")
     flags = [f"--input={tmp_path / 'texts'}", f"--output={tmp_path / 'out'}", "--documents=line"]
@@ -166,7 +195,7 @@ def test_the_command_prepares_once_and_verifies(tmp_path):
         (["--output={}/out"], "--input is missing"),
         (["--output={}/out", "--input={}/none"], "no such file or folder"),
         (["--output={}", "--input={}/texts"], "holds other files"),
-        (["--output={}/texts/0.txt", "--input={}/texts"], "is a file"),
+        (["--output={}/file", "--input={}/texts"], "is a file"),
         (["--output={}/out", "--input={}/texts/0.txt"], "no document to train on (0 held out)"),
         (["--output={}/out", "--input={}/texts", "--tokenizer=bpe"], "should be one of"),
     ],
@@ -174,6 +203,7 @@ def test_the_command_prepares_once_and_verifies(tmp_path):
 def test_mistakes_are_one_line_and_status_2(tmp_path, flags, reason):
     corpus(tmp_path / "texts")
     (tmp_path / "texts" / "0.txt").write_text("")
+    (tmp_path / "file").touch()
     done = run_command("prepare_data", *(flag.format(tmp_path) for flag in flags))
     assert done.returncode == 2, done.stderr
     assert reason in done.stderr and "Traceback" not in done.stderr

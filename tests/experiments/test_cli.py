@@ -55,6 +55,7 @@ def call(
     flags.DEFINE_string("name", None, "Whose count.", required=True, flag_values=own)
     flags.DEFINE_bool("loud", False, "Whether to shout.", flag_values=own)
     flags.DEFINE_float("share", 0.5, "Of it.", lower_bound=0.0, flag_values=own)
+    flags.DEFINE_list("parts", [], "Its parts.", flag_values=own)
     monkeypatch.setattr(flags, "FLAGS", own)
     monkeypatch.chdir(tmp_path)
 
@@ -223,6 +224,12 @@ def test_help_shows_docstring_and_own_flags(tmp_path: pathlib.Path) -> None:
 
 def test_a_number_that_is_none_is_one_line(call: _Call) -> None:
     _assert_one_line(call(lambda: 0, "--name=x", "--share=nan"), "--share=nan")
+
+
+def test_a_list_with_an_empty_part_is_one_line(call: _Call) -> None:
+    for parts in ("a,", ",a", "a,,b", ","):
+        _assert_one_line(call(lambda: 0, "--name=x", f"--parts={parts}"), f"--parts={parts} has")
+    assert call(lambda: 0, "--name=x", "--parts=") == (0, "", "")
 
 
 @pytest.fixture

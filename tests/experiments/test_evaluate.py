@@ -268,14 +268,38 @@ def test_tasks_of_all_three_kinds_run_offline(folder, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "message"),
-    [("nosuchtask", "no task is called nosuchtask"), ("absent", "data cannot be had")],
+    [
+        ("nosuchtask", "no task is called nosuchtask"),
+        ("broken", "could not read"),
+        ("absent", "data cannot be had"),
+        ("empty", "cannot be run"),
+        ("binary", "cannot be run"),
+        ("keyless", "cannot be run"),
+        ("choice", "--num_fewshot=5: choice has 5 examples"),
+    ],
 )
-def test_a_task_that_cannot_be_had_is_one_line(folder, monkeypatch, task, message):
+def test_a_task_that_cannot_be_had_is_one_line(folder, tmp_path, monkeypatch, task, message):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    absent = TASKS["choice"].replace("FOLDER", "/nowhere").replace("task: choice", "task: absent")
-    (folder / "tasks/absent.yaml").write_text(absent)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    whole = TASKS["choice"].replace("FOLDER", str(folder / "tasks"))
+    named = whole.replace("task: choice", f"task: {task}")
+    (tmp_path / "choice.json").write_text((folder / "tasks/choice.json").read_text())
+    (tmp_path / "empty.json").touch()
+    (tmp_path / "binary.json").write_bytes(bytes(range(256)) * 40)
+    text = {
+        "broken": named + "metric_list: [",
+        "keyless": named.replace("question", "nosuchkey"),
+        "choice": whole,
+        "nosuchtask": whole,
+    }
+    own = named.replace(str(folder / "tasks/choice.json"), str(tmp_path / f"{task}.json"))
+    (tmp_path / "task.yaml").write_text(text.get(task, own))
     refused = _run(
-        f"--checkpoint={folder / 'run'}", f"--include_path={folder / 'tasks'}", f"--tasks={task}"
+        f"--checkpoint={folder / 'run'}",
+        f"--include_path={tmp_path}",
+        f"--tasks={task}",
+        "--num_fewshot=5",
     )
-    assert refused.returncode == 2
+    assert refused.returncode == 2, refused.stderr
+    assert "Traceback" not in refused.stderr
     assert message in refused.stderr.strip().splitlines()[-1]

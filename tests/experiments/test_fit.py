@@ -67,7 +67,7 @@ def test_bootstrap_figures_and_predictions_are_left_for_others(tmp_path):
 
 def test_flags_that_are_no_numbers_or_folders_are_one_line(table):
     assert "--flops_tolerance=nan" in _refused(f"--observations={table}", "--flops_tolerance=nan")
-    assert "between commas is empty" in _refused("--workdir=somewhere,")
+    assert "has an empty part" in _refused("--workdir=somewhere,")
 
 
 def test_the_input_is_not_overwritten(table):

@@ -6,18 +6,23 @@ import functools
 import html
 import io
 import json
+import os
+import pathlib
 import re
+import subprocess
+import sys
 
 import pytest
 
 from experiments import registry, report_content, report_figures, runner
 from experiments import report_data as data
 from experiments.progress import Display
-from tests.experiments.commands import run_command
+from tests.experiments.commands import ROOT, run_command
 from tests.experiments.fake_training import loss_of, trainer
 from tests.law.sweep_directories import MINI_LAW, write_sweeps
 from xmod_jax import records
 from xmod_jax.diagnostics import Diagnostics, Intervals
+from xmod_jax.errors import UserError
 from xmod_jax.law.terms import LawFile
 
 OUTSIDE = re.compile(r"(?:src|href|url|@import)\W{0,3}(?:https?:)?//", re.IGNORECASE)
@@ -202,7 +207,39 @@ def test_runs_of_an_older_definition_are_pointed_out(tmp_path):
     assert "differs from what trained" in _page(str(folder))
 
 
+def test_faulty_files_beside_the_runs_are_named(tmp_path):
+    folder = tmp_path / "w"
+    _sweep(folder, "k_sweep_32k", only=["dense", "xmod_a1k2"])
+    for path, content in (
+        (folder / records.SWEEP, '{"experiment": "k_sweep_32k", "scale": "mini", "runs": [3]}'),
+        (folder / "xmod_a1k2/diagnostics.json", '{"calibrated": []}'),
+        (folder / "xmod_a1k2/diagnostics.json", "[]"),
+        (folder / "dense" / records.DONE, '{"final": {"step": 1, "flops": 0}}'),
+    ):
+        before = path.read_text() if path.exists() else None
+        path.write_text(content)
+        with pytest.raises(UserError, match=path.name):
+            _page(str(folder))
+        if before is None:
+            path.unlink()
+        else:
+            path.write_text(before)
+
+
 _command = functools.partial(run_command, "report")
+
+
+def test_a_folder_whose_name_is_not_utf8_is_reported(tmp_path):
+    folder = pathlib.Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    _sweep(folder, "k_sweep_32k", only=["dense"])
+    done = subprocess.run(
+        [sys.executable, "-m", "experiments.report", b"--workdir=" + os.fsencode(folder)],
+        cwd=ROOT,
+        capture_output=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"1 of 1 runs finished" in done.stdout
+    assert "dense" in (folder / "report.html").read_text(encoding="utf-8")
 
 
 def test_the_command_writes_the_page_and_refuses_in_one_line(tmp_path):

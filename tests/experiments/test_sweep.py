@@ -35,6 +35,8 @@ def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path):
         ("sweep", ["--experiment=main_556m", "--scale=mini", f"--workdir={__file__}"], "is a file"),
         ("sweep", ["--experiment=main_556m", "--scale=mini", "--mesh=8"], "--mesh=8 is not a list"),
         ("sweep", ["--experiment=main_556m", "--scale=mini", "--mesh=fsdp:7"], "the 7 parts"),
+        ("sweep", ["--experiment=main_556m", "--data=nowhere", "--dry_run"], "no such data"),
+        ("describe", ["--experiment=main_556m", "--data=a=x"], "--data"),
         ("train", ["--experiment=main_556m", "--scale=mini"], "--run is missing"),
         ("plan", ["--experiment=main_556m"], "--run is missing"),
         ("plan", ["--experiment=main_556m", "--run=dense", "--mesh=data:9"], "the 9 parts"),

@@ -1,4 +1,5 @@
 import dataclasses
+import json
 
 import jax
 import numpy as np
@@ -8,6 +9,7 @@ from scipy import optimize
 
 from xmod_jax import accounting
 from xmod_jax.config import BACKBONES, Backbone, OptimizerConfig
+from xmod_jax.errors import UserError
 from xmod_jax.law import design as designing
 from xmod_jax.law.design import design
 from xmod_jax.law.feasible import Request
@@ -167,3 +169,26 @@ def test_the_record_is_plain_and_consistent():
     assert record["tokens"] * record["phi_ratio"] == pytest.approx(record["dense_tokens"])
     assert 0 < record["hardware_flops_ratio"] < 1
     assert record["near_optimal"][0]["K"] == record["K"]
+
+
+def test_a_compute_that_buys_no_sequence_is_refused():
+    least = accounting.training_flops(REQUEST.model("dense"), REQUEST.context, REQUEST.context)
+    assert design(PAPER, dataclasses.replace(REQUEST, train_flops=1.01 * least)).best.K > 1
+    with pytest.raises(UserError, match="one sequence of 32768 tokens"):
+        design(PAPER, dataclasses.replace(REQUEST, train_flops=0.99 * least))
+
+
+@pytest.mark.parametrize("change", [{"w": 1e300, "rho_L": 300.0}, {"eta_L": 1e300}, {"u": 1e308}])
+def test_a_law_of_extreme_coefficients_is_answered_in_numbers_or_refused(change):
+    file = dataclasses.replace(PAPER, law=dataclasses.replace(Law.paper(), **change))
+    try:
+        json.dumps(designing.record(design(file, A1), file), allow_nan=False)
+    except UserError as error:
+        assert "no finite difference" in str(error)
+
+
+def test_draws_that_give_no_number_are_refused():
+    wild = dataclasses.replace(Law.paper(), w=1e300, rho_L=300.0)
+    draws = dataclasses.replace(DRAWS, laws=(*DRAWS.laws, wild))
+    with pytest.raises(UserError, match="bootstrap draw"):
+        design(dataclasses.replace(PAPER, bootstrap=draws), A1)

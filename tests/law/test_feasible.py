@@ -79,6 +79,13 @@ def test_impossible_requests_say_why():
         dataclasses.replace(REQUEST, train_flops=float("nan"))
     with pytest.raises(UserError, match="context"):
         dataclasses.replace(REQUEST, context=0)
+    with pytest.raises(UserError, match="context must be from 1 to"):
+        dataclasses.replace(REQUEST, context=10**400)
+    for sparsity in (1, 16385, 10**400):
+        with pytest.raises(UserError, match="K must be from 2 to L/2 = 16384"):
+            dataclasses.replace(REQUEST, sparsity=sparsity)
+    with pytest.raises(UserError, match="active_depth must be from 1 to"):
+        dataclasses.replace(REQUEST, active_depth=10**12)
     with pytest.raises(UserError, match="max_params"):
         dataclasses.replace(REQUEST, max_params=-1.0)
 
@@ -102,7 +109,8 @@ def test_names_and_sizes_of_backbones():
     assert backbone_of_size("1.65B", 28) is BACKBONES["1.65B"]
     mini = backbone_of_sizes(["64", "16", "4", "2", "192", "257"])
     assert (mini.d_model, mini.d_ff, mini.vocab_size) == (64, 192, 257)
-    for sizes in ("64,16", "64,16,4,3,192", "a,16,4,2,192", "0,16,4,2,192"):
+    huge = f"1{'0' * 400},16,4,2,192"
+    for sizes in ("64,16", "64,16,4,3,192", "a,16,4,2,192", "0,16,4,2,192", huge):
         with pytest.raises(UserError, match="backbone"):
             backbone_of_sizes(sizes.split(","))
     with pytest.raises(UserError, match="--backbone"):

@@ -73,7 +73,8 @@ def find(inputs: Sequence[str], kind: str | None) -> tuple[Source, ...]:
       kind: one of KINDS; None: by the files' endings.
 
     Raises:
-      UserError: an input is missing, empty of files, or of no known kind.
+      UserError: an input is missing, empty of files, or of no known kind; a broken link or a folder
+        that cannot be read below it.
     """
     if kind == TFDS:
         return tuple(part for name in inputs for part in _tfds_parts(name))
@@ -82,8 +83,7 @@ def find(inputs: Sequence[str], kind: str | None) -> tuple[Source, ...]:
         path = pathlib.Path(given)
         if not path.exists():
             raise UserError(f"{path}: no such file or folder")
-        files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-        files = [file for file in files if not file.name.startswith(".")]
+        files = sorted(_files(path, set())) if path.is_dir() else [path]
         if path.is_dir() and kind == PARQUET:
             files = [file for file in files if file.suffix == ".parquet"]
         if not files:
@@ -93,6 +93,25 @@ def find(inputs: Sequence[str], kind: str | None) -> tuple[Source, ...]:
             chosen = kind or _kind(file)
             sources.append(Source(chosen, str(file), status.st_size, status.st_mtime_ns))
     return tuple(sources)
+
+
+def _files(folder: pathlib.Path, above: set[pathlib.Path]) -> Iterator[pathlib.Path]:
+    """The files below a folder, through links, but for hidden files and folders.
+
+    `above` are the folders on the way there, which a link may lead back to.
+    """
+    real = folder.resolve()
+    if real in above:
+        raise UserError(f"{folder}: a link to a folder that it is in: remove it")
+    for entry in folder.iterdir():
+        if entry.name.startswith("."):
+            continue
+        if entry.is_dir():
+            yield from _files(entry, above | {real})
+        elif entry.is_file():
+            yield entry
+        elif entry.is_symlink():
+            raise UserError(f"{entry}: a broken link: mend or remove it")
 
 
 def _kind(path: pathlib.Path) -> str:
@@ -306,7 +325,7 @@ def _jsonl(documents: Documents) -> Iterator[tuple[str, Any]]:
         place = f"line {number}"
         try:
             value = json.loads(documents._decoded(place, line))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{path}: {place}: not JSON: {error}") from error
         if not isinstance(value, dict) or field not in value:
             raise UserError(f"{path}: {place}: no key {field!r}; choose one with --field")

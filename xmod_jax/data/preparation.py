@@ -105,7 +105,7 @@ def prepare(
     tokenizer = get_tokenizer(settings.tokenizer, settings.vocabulary)
     _check_output(output, sources, settings)
     with records.claim(output):
-        _bind(output, sources, settings)
+        _bind(output, sources, settings)  # another process may have held the folder until now
         if (output / MANIFEST).exists():
             manifest = Manifest.read(output)
             for shard in (*manifest.train, *manifest.heldout):
@@ -126,6 +126,8 @@ def _check_output(output: pathlib.Path, sources: Sequence[Source], settings: Set
         if output.exists() and any(p.name != records.LOCK for p in output.iterdir()):
             raise UserError(f"{output} holds other files: choose a new or empty folder")
         return
+    if not _begun(output):
+        return
     theirs = records.read_json(output / SETTINGS)
     for name, ours in _identity(sources, settings).items():
         if theirs.get(name) != ours:
@@ -142,8 +144,17 @@ def _identity(sources: Sequence[Source], settings: Settings) -> dict[str, Any]:
     return dict(json.loads(json.dumps(identity)))
 
 
+def _begun(output: pathlib.Path) -> bool:
+    """Whether a unit of work is finished: until then other settings may take the folder."""
+    return (output / MANIFEST).exists() or any((output / _UNITS).glob("*.json"))
+
+
 def _bind(output: pathlib.Path, sources: Sequence[Source], settings: Settings) -> None:
-    if not (output / SETTINGS).exists():
+    """Binds the folder to these sources and settings, or checks that it is bound to them."""
+    _check_output(output, sources, settings)
+    if not _begun(output):
+        for old in output.glob("train-*.arrayrecord"):  # of a unit that died before its note
+            old.unlink()
         records.write_json(output / SETTINGS, _identity(sources, settings))
 
 

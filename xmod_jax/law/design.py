@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from xmod_jax import accounting
 from xmod_jax.config import ModelConfig
+from xmod_jax.errors import UserError
 from xmod_jax.law.feasible import Candidate, Request, candidates, hierarchy_name, within_limits
 from xmod_jax.law.terms import Law, LawFile
 
@@ -77,18 +78,26 @@ def design(file: LawFile, request: Request) -> Design:
     """Finds the best K and A for a request under a law.
 
     Raises:
-      UserError: no hierarchy meets the request and its limits.
+      UserError: no hierarchy meets the request and its limits, the compute is less than one
+        sequence takes, or the law's coefficients give no number there.
     """
     searched = candidates(request, file.ranges)
     choices = within_limits(searched, request)
+    _require_a_sequence(request)
     columns = _columns(request, choices)
-    delta_M = file.law.delta(*columns)
+    with np.errstate(all="ignore"):  # looked at below
+        delta_M = file.law.delta(*columns)
+    if not np.all(np.isfinite(delta_M)):
+        raise UserError("the law's coefficients give no finite difference for this request")
     order = np.argsort(delta_M, kind="stable")
     best = int(order[0])
     near = order[delta_M[order] <= delta_M[best] + NEAR]
     intervals: dict[str, Any] = dict.fromkeys(("interval", "run", "K", "A"))
     if file.bootstrap is not None:
-        draws_BM = file.bootstrap.delta(*columns)
+        with np.errstate(all="ignore"):
+            draws_BM = file.bootstrap.delta(*columns)
+        if not np.all(np.isfinite(draws_BM)):
+            raise UserError("a bootstrap draw of the law gives no finite difference here")
         chosen_B = np.argmin(draws_BM, axis=1)
         intervals["interval"] = _pair(file.bootstrap.interval(draws_BM[:, best]))
         intervals["run"] = _pair(file.bootstrap.run_interval(draws_BM[:, best]))
@@ -108,6 +117,17 @@ def design(file: LawFile, request: Request) -> Design:
         asymptote(file.law, request),
         tuple(_warnings(file, request, searched, choices[best], float(delta_M[best]))),
     )
+
+
+def _require_a_sequence(request: Request) -> None:
+    dense, length = request.model("dense"), request.context
+    tokens = accounting.tokens_for_flops(dense, length, request.train_flops)
+    if tokens < length:
+        least = accounting.training_flops(dense, length, length)
+        raise UserError(
+            f"train_flops = {request.train_flops:g} is less than the dense model takes for one "
+            f"sequence of {length} tokens ({least:.3g})"
+        )
 
 
 def _columns(
@@ -148,7 +168,10 @@ def asymptote(law: Law, request: Request) -> Asymptote | None:
     log_reward -= law.eta_N * math.log(size)
     log_penalty = math.log(law.w * law.rho_L) - law.eta_L * math.log(request.context)
     total = law.rho_N + law.rho_L
-    K = math.exp((log_reward - log_penalty) / total)
+    try:
+        K = math.exp((log_reward - log_penalty) / total)
+    except OverflowError:  # for a law of extreme coefficients
+        return None
     return Asymptote(K, law.eta_L / total, -law.eta_N / total)
 
 

@@ -15,11 +15,12 @@ import re
 from collections.abc import Mapping, Sequence
 
 from xmod_jax import accounting
-from xmod_jax.config import BACKBONES, Backbone, ModelConfig
+from xmod_jax.config import BACKBONES, MAX_COUNT, Backbone, ModelConfig
 from xmod_jax.errors import UserError
 from xmod_jax.hierarchy import Hierarchy
 
 LARGEST_K = 256  # of the search; the paper's largest is 24
+DEEPEST = 1000  # largest active depth; the paper's is 28
 _COUNT = re.compile(r"(?P<number>[0-9.]+(e[+-]?[0-9]+)?)(?P<unit>[kMBT]?)", re.ASCII)
 _UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 _OFF = 0.1  # a scaled backbone may miss the size that was asked for by this share
@@ -54,10 +55,19 @@ class Request:
     extrapolate: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("train_flops", "context", "max_params", "max_depth"):
+        for name in ("train_flops", "max_params", "max_depth"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise UserError(f"{name} must be positive and finite, got {value:g}")
+        if not 1 <= self.context <= MAX_COUNT:
+            raise UserError(f"context must be from 1 to {MAX_COUNT} tokens")
+        if not 1 <= self.active_depth <= DEEPEST:
+            raise UserError(f"active_depth must be from 1 to {DEEPEST} layers")
+        if self.sparsity is not None and not 2 <= self.sparsity <= self.context // 2:
+            raise UserError(
+                f"K must be from 2 to L/2 = {self.context // 2}: a sparse layer that routes a "
+                "single token attends to nothing else"
+            )
 
     def model(self, name: str) -> ModelConfig:
         """The model of a hierarchy's name; ValueError where there is none."""
@@ -148,7 +158,6 @@ def _sparsities(
 ) -> Sequence[int]:
     if request.sparsity is not None:
         return [request.sparsity]
-    # A sparse layer that routes a single token attends to nothing else.
     largest = min(LARGEST_K, request.context // 2)
     if stride > 1 and not request.extrapolate:
         largest = min(largest, int(ranges.get("K_strided", (2, largest))[1]))

@@ -47,7 +47,8 @@ def collect(paths: Iterable[pathlib.Path], loss: Loss = Loss.CALIBRATED) -> Coll
     become one row with their mean loss.
 
     Raises:
-      UserError: no such directory, no finished run, or runs whose losses cannot be compared.
+      UserError: no such directory, no finished run, runs whose losses cannot be compared, or a file
+        of a run that cannot be read.
     """
     runs = records.find_runs(paths)
     finished = [run for run in runs if run.final is not None]
@@ -96,24 +97,17 @@ def _require_comparable(runs: Sequence[records.RunRecord]) -> None:
 
 def _row(group: Sequence[records.RunRecord], loss: Loss) -> Row:
     """One row of runs that differ in their seed alone."""
-    run, evaluations = group[0], [_final(run) for run in group]
+    run, finals = group[0], [run.final for run in group if run.final is not None]
     hierarchy = run.config.model.hierarchy
-    try:
-        return Row(
-            family=run.config.family,
-            L=run.config.train.context_length,
-            n_act=float(run.accounting["n_act"]),
-            n_total=float(run.accounting["total_params"]),
-            K=hierarchy.sparsity,
-            A=float(hierarchy.anchor_stride) or 1.0,
-            flops=float(evaluations[0]["flops"]),
-            tokens=float(evaluations[0]["tokens"]),
-            loss=float(np.mean([evaluation[f"loss_{loss}"] for evaluation in evaluations])),
-            source=str(run.directory) if len(group) == 1 else f"{run.directory} (mean of seeds)",
-        )
-    except (KeyError, TypeError) as error:
-        raise UserError(f"{run.directory}: the final evaluation lacks {error}") from error
-
-
-def _final(run: records.RunRecord) -> records.Record:
-    return run.final or {}
+    return Row(
+        family=run.config.family,
+        L=run.config.train.context_length,
+        n_act=float(run.accounting["n_act"]),
+        n_total=float(run.accounting["total_params"]),
+        K=hierarchy.sparsity,
+        A=float(hierarchy.anchor_stride) or 1.0,
+        flops=float(finals[0]["flops"]),
+        tokens=float(finals[0]["tokens"]),
+        loss=float(np.mean([final[f"loss_{loss}"] for final in finals])),
+        source=str(run.directory) if len(group) == 1 else f"{run.directory} (mean of seeds)",
+    )

@@ -25,6 +25,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy import special
 
 from xmod_jax import records
+from xmod_jax.config import from_dict
 from xmod_jax.errors import UserError
 
 Array = NDArray[np.float64]
@@ -101,7 +102,10 @@ class Exposure:
 
 @dataclasses.dataclass(frozen=True)
 class Law:
-    """Delta = e - u*R_N + w*P_L - z*R_AK in nats, with u, w, z >= 0 (SPEC 8; units above)."""
+    """Delta = e - u*R_N + w*P_L - z*R_AK in nats (SPEC 8; units above).
+
+    With u, w, z >= 0, eta >= 0 and rho > 0; ValueError for others.
+    """
 
     e: float
     u: float
@@ -121,8 +125,11 @@ class Law:
                 raise ValueError(f"coefficient {field.name} is not a number: {value!r}")
             if not math.isfinite(value):
                 raise ValueError(f"coefficient {field.name} is not finite: {value}")
-            if field.name in ("u", "w", "z") and value < 0:
+            if (field.name in ("u", "w", "z") or field.name.startswith("eta")) and value < 0:
                 raise ValueError(f"coefficient {field.name} must be at least 0, got {value}")
+            # At 0 its term is 0 whatever the others are.
+            if field.name.startswith("rho") and value <= 0:
+                raise ValueError(f"coefficient {field.name} must be above 0, got {value}")
 
     @classmethod
     def paper(cls) -> Law:
@@ -218,9 +225,9 @@ class Draws:
     def from_record(cls, record: Mapping[str, Any]) -> Draws:
         """Reads `record`'s form; KeyError, TypeError or ValueError where it is not that."""
         columns = [record["draws"][name] for name in COEFFICIENTS]
-        laws = tuple(Law(*values) for values in zip(*columns, strict=True))
-        own = int(record["seed"]), float(record["level"]), float(record["noise"])
-        return cls(laws, *own, int(record["clusters"]))
+        laws = [dict(zip(COEFFICIENTS, row, strict=True)) for row in zip(*columns, strict=True)]
+        own = {name: record[name] for name in ("seed", "level", "noise", "clusters")}
+        return from_dict(cls, {"laws": laws} | own)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,6 +261,11 @@ class LawFile:
     candidate: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     bootstrap: Draws | None = None
 
+    def __post_init__(self) -> None:
+        for name, (low, high) in self.ranges.items():
+            if low > high:
+                raise ValueError(f"the range of {name} ends below its start: {low}, {high}")
+
     @classmethod
     def paper(cls) -> LawFile:
         """The published law with its quality and the ranges of its sweeps (SPEC 7)."""
@@ -280,18 +292,35 @@ class LawFile:
         if missing:
             raise UserError(f"{path}: not a law.json: missing {', '.join(missing)}")
         try:
+            named = {"rmse": record.get("rmse_reduced")} | record  # as table 8 calls it
+            quality = from_dict(_Quality, {k: named[k] for k in _QUALITY if k in named})
             return cls(
                 law=Law(**{name: record[name] for name in COEFFICIENTS}),
-                r2_delta=record.get("r2_delta"),
-                rmse=record.get("rmse", record.get("rmse_reduced")),
-                mae=record.get("mae"),
-                n_observations=int(record.get("n_observations", 0)),
-                ranges={k: (float(a), float(b)) for k, (a, b) in record.get("ranges", {}).items()},
+                ranges={name: _range(ends) for name, ends in record.get("ranges", {}).items()},
                 validated=dict(record.get("validated", {})),
-                seeds_agree=bool(record.get("seeds_agree", True)),
-                warnings=tuple(record.get("warnings", ())),
                 candidate=dict(record.get("candidate", {})),
                 bootstrap=Draws.from_record(drawn) if (drawn := record.get("bootstrap")) else None,
+                **vars(quality),
             )
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise UserError(f"{path}: not a law.json: {error}") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class _Quality:
+    """Fields of `LawFile` that are plain values, with what they are in a file that lacks them."""
+
+    r2_delta: float | None = None
+    rmse: float | None = None
+    mae: float | None = None
+    n_observations: int = 0
+    seeds_agree: bool = True
+    warnings: tuple[str, ...] = ()
+
+
+_QUALITY = tuple(field.name for field in dataclasses.fields(_Quality))
+
+
+def _range(ends: Any) -> tuple[float, float]:
+    low, high = ends
+    return 0.0 + low, 0.0 + high  # TypeError for what is no number
