@@ -18,8 +18,9 @@ import pathlib
 import select
 import sys
 import textwrap
+import traceback
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from absl import flags
 from absl import logging as absl_logging
@@ -65,6 +66,8 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         # A path need not be UTF-8, and a terminal not know every character.
         sys.stdout.reconfigure(errors="backslashreplace")
     absl_logging.get_absl_logger().addFilter(_worth_logging)
+    logging.getLogger("asyncio").addFilter(_worth_logging)
+    sys.unraisablehook = _show_unraisable
     status = _status(main)
     if status not in (0, REQUEUE) and _among_others():
         # The interpreter's end would wait for them, who have not got as far.
@@ -138,10 +141,11 @@ def _parse_and_call(main: Callable[[], int | None]) -> int:
 def _refuse_hollow() -> None:
     """Refuses NaN, which no bound of a flag stops, and lists with an empty part, as in ``a,,b``."""
     for name in flags.FLAGS:
-        value = flags.FLAGS[name].value
+        flag = flags.FLAGS[name]
+        value: Any = flag.value
         if isinstance(value, float) and math.isnan(value):
             raise UserError(f"--{name}=nan is not a number")
-        if isinstance(value, list) and "" in value:
+        if isinstance(flag.parser, flags.ListParser) and "" in (value or ()):
             raise UserError(f"--{name}={','.join(value)} has an empty part: remove a comma")
 
 
@@ -180,13 +184,33 @@ def _disk_full(error: BaseException) -> str | None:
     return None
 
 
-def _worth_logging(record: logging.LogRecord) -> bool:
-    """False for the tracebacks of threads that write a checkpoint to a full disk.
+# Beginnings of Orbax's messages about what is as it shall be, or is told otherwise.
+_BESIDE = ("Given directory is read only", "Failed to json parse Metadata file")
 
-    Their error reaches the main thread, which tells it in one line.
+
+def _worth_logging(record: logging.LogRecord) -> bool:
+    """False for what Orbax logs beside an error that reaches the main thread.
+
+    That is one of its threads at a full disk, or the other reads of a damaged checkpoint. The main
+    thread tells it in one line. A checkpoint that is opened to be read is no news either.
     """
     error = record.exc_info[1] if record.exc_info else None
+    if record.name == "asyncio":
+        return "was never retrieved" not in record.getMessage()
+    if str(record.msg).startswith(_BESIDE):
+        return False
     return error is None or _disk_full(error) is None
+
+
+def _show_unraisable(unraisable: sys.UnraisableHookArgs) -> None:
+    """As Python does, but for reads of a damaged checkpoint beside the one that was told of.
+
+    They end in TensorStore's threads, whose loop is closed by then, or in Orbax's coroutines.
+    """
+    frames = traceback.walk_tb(unraisable.exc_traceback)
+    in_orbax = any("orbax" in frame.f_code.co_filename for frame, _ in frames)
+    if not in_orbax and str(unraisable.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(unraisable)
 
 
 def _reader_gone() -> bool:

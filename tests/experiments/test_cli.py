@@ -56,6 +56,7 @@ def call(
     flags.DEFINE_bool("loud", False, "Whether to shout.", flag_values=own)
     flags.DEFINE_float("share", 0.5, "Of it.", lower_bound=0.0, flag_values=own)
     flags.DEFINE_list("parts", [], "Its parts.", flag_values=own)
+    flags.DEFINE_multi_string("each", [], "One of them.", flag_values=own)
     monkeypatch.setattr(flags, "FLAGS", own)
     monkeypatch.chdir(tmp_path)
 
@@ -229,7 +230,7 @@ def test_a_number_that_is_none_is_one_line(call: _Call) -> None:
 def test_a_list_with_an_empty_part_is_one_line(call: _Call) -> None:
     for parts in ("a,", ",a", "a,,b", ","):
         _assert_one_line(call(lambda: 0, "--name=x", f"--parts={parts}"), f"--parts={parts} has")
-    assert call(lambda: 0, "--name=x", "--parts=") == (0, "", "")
+    assert call(lambda: 0, "--name=x", "--parts=", "--each=") == (0, "", "")
 
 
 @pytest.fixture

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import random
+import shutil
 
 import pytest
 
@@ -66,3 +68,24 @@ def test_a_batch_gives_what_its_prompts_give_alone(saved, tmp_path):
 )
 def test_a_mistake_is_one_line(arguments, message):
     assert message in refusal("generate", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("where", "noise"),
+    [("", False), ("state/d", True), ("state/ocdbt.process_0/d", False), ("meta/metadata", True)],
+)
+def test_a_damaged_checkpoint_is_one_line_and_stays(saved, tmp_path, where, noise):
+    directory = tmp_path / "run"
+    shutil.copytree(saved, directory)
+    place = directory / records.CHECKPOINTS / "0" / where
+    for path in [place] if place.is_file() else sorted(place.rglob("*")):
+        if path.is_file():
+            content = path.read_bytes()
+            damaged = (
+                random.Random(0).randbytes(len(content)) if noise else content[: len(content) // 3]
+            )
+            path.write_bytes(damaged)
+    before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    told = refusal("generate", "--prompt=a", f"--checkpoint={directory}")
+    assert "no checkpoint can be read" in told and str(directory) in told
+    assert before == {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}

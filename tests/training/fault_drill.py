@@ -130,7 +130,9 @@ def _strike(fault: Fault, pair: Pair, duration: float) -> list[int]:
 def _damage(directory: pathlib.Path, dice: random.Random) -> str | None:
     """Cuts or fills with noise a file of the newest checkpoint where there is one before it."""
     steps = sorted(
-        int(p.name) for p in directory.glob(f"{records.CHECKPOINTS}/[0-9]*") if p.is_dir()
+        int(path.name)
+        for path in directory.glob(f"{records.CHECKPOINTS}/*")
+        if path.name.isdigit()  # others belong to a save that was cut
     )
     if len(steps) < 2:
         return None

@@ -120,13 +120,16 @@ class Checkpoints:
         self._data_hash = data_hash
         self._processes = processes
         self._read_only = read_only
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep.newest or config.train.keep_checkpoints,
-            keep_period=keep.every or None,
-            cleanup_tmp_directories=not read_only,
-            read_only=read_only,
-            create=not read_only,
-        )
+        if read_only:
+            options = ocp.CheckpointManagerOptions(
+                save_interval_steps=0, create=False, read_only=True
+            )
+        else:
+            options = ocp.CheckpointManagerOptions(
+                max_to_keep=keep.newest or config.train.keep_checkpoints,
+                keep_period=keep.every or None,
+                cleanup_tmp_directories=True,
+            )
         self._failure: Exception | None = None  # of a save that still goes on in other processes
         self._manager = ocp.CheckpointManager(
             self._folder,
@@ -259,7 +262,8 @@ class Checkpoints:
         except UserError:
             raise
         except Exception as error:  # whatever a library makes of damaged bytes
-            return None, f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            cause = error.__cause__ or error  # Orbax puts the position before what was wrong there
+            return None, f"{type(cause).__name__}: {cause}".splitlines()[0][:200]
 
     def _read(self, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
         here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
