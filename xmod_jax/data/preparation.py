@@ -40,7 +40,7 @@ SETTINGS = "settings.json"
 _UNITS = "units"
 _UNIT_BYTES = 64 << 20  # small files go together up to this
 _BATCH_CHARACTERS = 1 << 20  # text that is tokenised at once
-_MERGED = 1 << 22  # bytes of held-out documents that are gathered at once
+_MERGED = 4096  # held-out documents that are gathered at once
 _POLL_S = 0.2
 
 
@@ -331,6 +331,7 @@ def _write_heldout(
             for _, ids in heldout:
                 writer.write(ids.astype("<u4").tobytes())
             writer.close()
+        records.sync(temporary)
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
@@ -380,8 +381,8 @@ def _merge_heldout(output: pathlib.Path, notes: Sequence[dict[str, Any]], vocab_
     )
     writer = ShardWriter(output / "heldout-00000.arrayrecord", vocab_size)
     try:
-        for start in range(0, len(order), _MERGED // 1024):
-            part = order[start : start + _MERGED // 1024]
+        for start in range(0, len(order), _MERGED):
+            part = order[start : start + _MERGED]
             found: dict[tuple[int, int], np.ndarray] = {}
             for unit in sorted({unit for _, unit, _ in part}):
                 indices = sorted(index for _, u, index in part if u == unit)
