@@ -67,6 +67,13 @@ SUITES: dict[str, Suite] = {
     "law": law.law,
 }
 _TAKE_TORCH = ("training", "decoding")
+# Flags that some suites do not take; they change nothing there, and are refused.
+_SIZES = ("context", "batch", "width", "compute")
+_UNUSED: dict[str, tuple[str, ...]] = {
+    "moe": ("models", "active_depth"),
+    "data": ("models", "active_depth", "width", "compute"),
+    "law": ("models", "active_depth", *_SIZES),
+}
 
 _SUITE = flags.DEFINE_enum("suite", None, list(SUITES), "what to measure")
 _MODELS = flags.DEFINE_list(
@@ -87,7 +94,11 @@ _COMPUTE = flags.DEFINE_enum(
 _WHOLE_STEP = flags.DEFINE_bool("whole_step", False, "training: with an AdamW update")
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "measurements of each contender", lower_bound=1)
 _LIMIT = flags.DEFINE_float(
-    "limit_s", 300, "seconds for the rounds of one comparison; at least one round", lower_bound=0
+    "limit_s",
+    300,
+    "seconds for the rounds of one comparison; at least one round",
+    lower_bound=0,
+    upper_bound=1e9,
 )
 _EXPERTS = flags.DEFINE_list("experts", ["64", "128"], "numbers of experts, for the suite moe")
 _REPORT = flags.DEFINE_bool(
@@ -155,6 +166,14 @@ def _settings(suite: str) -> list[Setting]:
     return [dataclasses.replace(first, context=context) for context in contexts]
 
 
+def _refuse_unused(suite: str) -> None:
+    unused = {*_UNUSED.get(suite, ())}
+    unused |= {"experts"} if suite != "moe" else set()
+    unused |= {"whole_step"} if suite != "training" else set()
+    if given := sorted(name for name in unused if flags.FLAGS[name].present):
+        raise UserError(f"--{given[0]} changes nothing in --suite={suite}: leave it out")
+
+
 def _check_output() -> None:
     if _OUTPUT.value:
         path = pathlib.Path(_OUTPUT.value)
@@ -182,6 +201,8 @@ def main() -> None:
     suite = _SUITE.value
     if suite is None and not _REPORT.value:
         raise UserError(f"--suite is missing; known: {', '.join(SUITES)}")
+    if suite is not None:
+        _refuse_unused(suite)
     _check_output()
     settings = _settings(suite) if suite else []
     report = machine.report()

@@ -67,13 +67,22 @@ def check(runs: Sequence[RunConfig]) -> None:
     if shape := given_mesh():
         for run in runs:
             shape.check(run)
-    Processes.find(_COORDINATOR.value, _COUNT.value, _INDEX.value)
+    _processes()
+
+
+def alone() -> bool:
+    """Whether this process trains by itself: it may then look at devices before `joined`."""
+    return _processes().count == 1
+
+
+def _processes() -> Processes:
+    return Processes.find(_COORDINATOR.value, _COUNT.value, _INDEX.value)
 
 
 @contextlib.contextmanager
 def joined() -> Iterator[Watch]:
     """Meets the other processes; notes requests to leave while the block runs."""
-    processes = Processes.find(_COORDINATOR.value, _COUNT.value, _INDEX.value)
+    processes = _processes()
     with Watch(processes).signals() as watch, processes.meeting(cli.abandon):
         yield watch
 

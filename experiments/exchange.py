@@ -69,10 +69,12 @@ def _import(folder: pathlib.Path, directory: pathlib.Path) -> None:
 def _export(directory: pathlib.Path, folder: pathlib.Path) -> None:
     run = trained.find(str(directory))
     from xmod_jax.data.tokenizer import get_tokenizer
-    from xmod_jax.exchange import qwen3
-    from xmod_jax.exchange.tensors import check_free
+    from xmod_jax.exchange import qwen3, tensors
 
-    check_free(folder)
+    # Before the weights are read, which may be many.
+    tensors.check_free(folder)
+    tensors.library()
+    qwen3.check_writable(run.config.model)
     state, dataset = trained.load(run)
     qwen3.write(
         state.model,

@@ -42,7 +42,7 @@ _XLA_FLAGS = (
 
 def main() -> int:
     """Prints the plan."""
-    experiment = selection.selected(default_scale="paper")
+    experiment = selection.selected(default_scale="paper", looks=False)
     if not _RUN.value:
         raise UserError(f"--run is missing; known: {', '.join(r.name for r in experiment.runs)}")
     run = experiment.run(_RUN.value)

@@ -11,6 +11,7 @@ files that are left. A stable hash of each document decides whether it is held o
 from __future__ import annotations
 
 import pathlib
+import sys
 
 from absl import flags
 from tqdm import tqdm
@@ -59,7 +60,7 @@ def main() -> None:
     reading = documents.Reading(_FIELD.value, _DOCUMENTS.value, _INVALID.value, _NULL.value)
     settings = preparation.Settings(_TOKENIZER.value, _VOCABULARY.value, _HELDOUT.value, reading)
     sources = documents.find(_INPUT.value, _SOURCE.value)
-    unit = "examples" if sources[0].kind == documents.TFDS else "B"
+    unit = "examples" if _SOURCE.value == documents.TFDS else "B"
     with tqdm(total=sum(s.size for s in sources), unit=unit, unit_scale=True, disable=None) as bar:
         manifest = preparation.prepare(
             sources,
@@ -69,6 +70,13 @@ def main() -> None:
             lambda progress: _show(bar, progress),
         )
     print(f"{output}: {_told(manifest)}")
+    if not manifest.tokens("heldout"):
+        print(
+            "warning: no document is held out, and training evaluates on those: raise "
+            "--heldout_share, give more text, or cut plain text by --documents=line or paragraph, "
+            "into another folder",
+            file=sys.stderr,
+        )
     print(f"train on it with --data={output}")
 
 

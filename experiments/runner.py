@@ -40,7 +40,8 @@ class Trainer:
     """How a run is trained.
 
     Attributes:
-      train: trains or resumes a run to its DONE mark (`xmod_jax.training.loop.train`).
+      train: makes the run directory, where there is none, and trains or resumes the run to its DONE
+        mark (`xmod_jax.training.loop.train`).
       failure: what `train` raises after it has marked a run FAILED.
     """
 
@@ -95,6 +96,11 @@ def start_from(
     """
     run = experiment.run(name)
     if run.start is not None and run.start.directory == str(source):
+        if run.start.sparse is not sparse:
+            raise UserError(
+                f"{name} started with --start_sparse={run.start.sparse}, not {sparse}: choose "
+                "another work directory"
+            )
         return experiment
     # Only now: a mistake is told without loading what training needs.
     from xmod_jax.training import start
@@ -102,8 +108,11 @@ def start_from(
     found = start.find(source, run, sparse)
     if run.start is None:
         return experiment.replace(dataclasses.replace(run, start=found))
-    if run.start.hash != found.hash:
-        raise UserError(f"{name} started from {run.start.directory}, not from {source}")
+    if (run.start.hash, run.start.sparse) != (found.hash, found.sparse):
+        raise UserError(
+            f"{name} started from {run.start.directory} with --start_sparse={run.start.sparse}, "
+            f"not from {source} with {sparse}"
+        )
     return experiment
 
 
@@ -158,8 +167,8 @@ def train_one(
             # Looked at under the claim: another worker may just have ended it.
             before = records.status(directory)
             if before is Status.UNFINISHED or (before is Status.FAILED and retry_failed):
+                records.check_same_run(directory, run)
                 records.clear_failed(directory)
-                records.prepare(directory, run)
                 before = Status.UNFINISHED
             return places.index(before)
 

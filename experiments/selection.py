@@ -26,7 +26,7 @@ _SCALE = flags.DEFINE_string(
     None,
     "mini (two CPU cores), paper (as published), or auto: paper where accelerators are present, "
     "the runs fit them and their data is prepared, else mini. Without the flag: auto, and paper in "
-    "describe",
+    "describe and plan; several processes need it",
 )
 _SEED = flags.DEFINE_integer(
     "seed",
@@ -43,11 +43,17 @@ _DATA = flags.DEFINE_string(
 )
 
 
-def selected(default_scale: str = AUTO) -> Experiment:
+def selected(default_scale: str = AUTO, looks: bool = True) -> Experiment:
     """The experiment that the flags choose; an automatic scale is told on stderr with its reason.
 
+    Args:
+      default_scale: where the flag is not given.
+      looks: whether an automatic scale may look at the devices, after which processes can no
+        longer meet and no other devices be described.
+
     Raises:
-      UserError: no experiment given, it or its scale unknown, or --data not there.
+      UserError: no experiment given, it or its scale unknown or not to be found out, or --data not
+        there.
     """
     if _DATA.value:
         sources.check(DataConfig(_DATA.value))
@@ -56,6 +62,8 @@ def selected(default_scale: str = AUTO) -> Experiment:
     scale = _SCALE.value or default_scale
     if scale not in (AUTO, *SCALES):
         raise UserError(f"unknown --scale={scale}; known: {', '.join((AUTO, *SCALES))}")
+    if scale == AUTO and not looks:
+        raise UserError("--scale=paper or --scale=mini must be given here: auto looks at devices")
     if scale == AUTO:
         paper = registry.get(_EXPERIMENT.value, "paper").override(data=_DATA.value)
         scale, reason = auto_scale(paper, local_devices())

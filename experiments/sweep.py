@@ -12,11 +12,15 @@ On SIGTERM or SIGUSR1 the run at hand saves and the command exits with status 75
 from __future__ import annotations
 
 import functools
+import pathlib
 import sys
+from collections.abc import Sequence
 
 from absl import flags
 
 from experiments import cli, cluster, planning, runner, selection
+from experiments.registry import Experiment
+from xmod_jax.config import RunConfig
 
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "folder of the sweep (default: runs/<experiment>_<scale>)"
@@ -31,19 +35,19 @@ flags.adopt_module_key_flags(cluster)
 
 def main() -> int:
     """Plans, trains, reports."""
-    experiment = selection.selected()
+    experiment = runner.with_starts(selection.selected(looks=cluster.alone()), _WORKDIR.value)
     runs = planning.shard(experiment.select(_ONLY.value), _SHARD.value)
     cluster.check(runs)
     workdir = runner.choose_workdir(experiment, _WORKDIR.value)
     if not runs:
         print(f"--shard={_SHARD.value} has no run: there are fewer runs than shards")
         return 0
-    print(planning.plan(runs, workdir))
-    for line in experiment.skipped:
-        print(f"skipped {line}", file=sys.stderr)
     if _DRY_RUN.value:
+        _show(experiment, runs, workdir)
         return 0
     with cluster.joined() as watch:
+        if watch.processes.leads:
+            _show(experiment, runs, workdir)
         write = functools.partial(runner.write_sweep, experiment, workdir)
         watch.processes.from_leader(write)
         outcome = runner.run_all(
@@ -59,6 +63,13 @@ def main() -> int:
     from experiments import summary  # only now: a plan or a mistake needs none of what it loads
 
     return summary.report(experiment, workdir, outcome)
+
+
+def _show(experiment: Experiment, runs: Sequence[RunConfig], workdir: pathlib.Path) -> None:
+    """The plan. Its guess of a speed takes a device: processes must have met before."""
+    print(planning.plan(runs, workdir))
+    for line in experiment.skipped:
+        print(f"skipped {line}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -121,9 +121,12 @@ def _refuse_mistakes(checks: list[Check]) -> None:
     for check in checks:
         if check.size not in BACKBONES:
             raise UserError(f"--sizes={check.size}: known: {', '.join(BACKBONES)}")
-        check.model_config()
-        if check.kind == "step":
-            MeshShape.parse(check.mesh).check(check.run_config())
+        try:
+            check.model_config()
+            if check.kind == "step":
+                MeshShape.parse(check.mesh).check(check.run_config())
+        except ValueError as error:
+            raise UserError(f"{check.name}: {error}") from error
     if _OUTPUT.value:
         path = pathlib.Path(_OUTPUT.value)
         if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):

@@ -47,18 +47,19 @@ flags.adopt_module_key_flags(cluster)
 
 def main() -> int:
     """Trains the run; prints its last evaluation as JSON."""
-    experiment = selection.selected()
+    experiment = selection.selected(looks=cluster.alone())
     if not _RUN.value:
         raise UserError(f"--run is missing; known: {', '.join(r.name for r in experiment.runs)}")
-    experiment.run(_RUN.value)
+    cluster.check([experiment.run(_RUN.value)])
+    if flags.FLAGS["start_sparse"].present and not _START_FROM.value:
+        raise UserError("--start_sparse says how --start_from=RUN_DIR begins: give that too")
     experiment = runner.with_starts(experiment, _WORKDIR.value)
-    if _START_FROM.value:
-        source = pathlib.Path(_START_FROM.value)
-        experiment = runner.start_from(experiment, _RUN.value, source, _START_SPARSE.value)
-    run = experiment.run(_RUN.value)
-    cluster.check([run])
-    workdir = runner.choose_workdir(experiment, _WORKDIR.value)
     with cluster.joined() as watch:
+        if _START_FROM.value:  # reads checkpoints, before which processes must have met
+            source = pathlib.Path(_START_FROM.value)
+            experiment = runner.start_from(experiment, _RUN.value, source, _START_SPARSE.value)
+        run = experiment.run(_RUN.value)
+        workdir = runner.choose_workdir(experiment, _WORKDIR.value)
         write = functools.partial(runner.write_sweep, experiment, workdir)
         watch.processes.from_leader(write)
         directory = workdir / run.name

@@ -1,6 +1,7 @@
 """A run directory survives deaths, full disks and second workers."""
 
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -181,6 +182,15 @@ with records.claim(sys.argv[1]):
     print("held", flush=True)
     time.sleep(60)
 """
+
+
+def test_a_file_system_without_locks_is_one_line(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(records.fcntl, "flock", refuse)
+    with pytest.raises(UserError, match="has no locks"), records.claim(tmp_path):
+        pass
 
 
 def test_kill_9_releases_the_claim(tmp_path):

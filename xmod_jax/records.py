@@ -350,8 +350,12 @@ def failure(directory: Path) -> str:
 
 
 @contextlib.contextmanager
-def claim(directory: Path) -> Iterator[None]:
+def claim(directory: Path, wait: bool = False) -> Iterator[None]:
     """Holds a run for this worker while the block runs; no two workers can.
+
+    Args:
+      directory: what is held.
+      wait: for another worker that holds it, instead of `RunClaimed`.
 
     The claim is a kernel lock (flock) on ``.lock``: it ends with the process however that dies,
     also by kill -9, and a left-over lock file means nothing. A child made by fork alone shares the
@@ -367,9 +371,14 @@ def claim(directory: Path) -> Iterator[None]:
     # Never unlinked: a worker could lock the removed file while another locks a new one.
     with (directory / LOCK).open("a+", encoding="utf-8") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError as error:
             raise claimed(directory) from error
+        except OSError as error:  # such as ENOLCK or ENOTSUP
+            raise UserError(
+                f"{directory}: its file system has no locks (flock: {error.strerror}): mount it "
+                "with them, or choose another folder"
+            ) from error
         file.truncate(0)
         file.write(f"{socket.gethostname()} process {os.getpid()}\n")
         file.flush()

@@ -27,8 +27,9 @@ def moe(setting: Setting) -> list[Row]:
         d_expert = 3 * width // _ACTIVE
         keys = jax.random.split(jax.random.key(experts), 3)
         choice = jax.random.randint(keys[0], (count, _ACTIVE), 0, experts)
-        x_TD = jax.random.normal(keys[1], (count, width))
-        weight_XIO = jax.random.normal(keys[2], (experts, width, d_expert))
+        dtype = setting.compute.value
+        x_TD = jax.random.normal(keys[1], (count, width), dtype)
+        weight_XIO = jax.random.normal(keys[2], (experts, width, d_expert), dtype)
 
         def product(block: int, x_TD: Any, weight_XIO: Any, choice: Any = choice) -> Any:
             groups = grouped.sort_by_group(choice, len(weight_XIO), block)

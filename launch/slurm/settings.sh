@@ -4,11 +4,10 @@
 export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$PWD/runs/.compiled}
 
 # A layer's matrices are gathered while the layer before computes; without this each waits.
-# Gradients that are summed at the end of a step go together, not leaf by leaf.
 export XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_enable_latency_hiding_scheduler=true"
 
 # Parameters, optimiser and saved rows fill most of a device: leave little to others.
 export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.92}
 
-# A node that is lost is noticed by the communicator itself, not by its silence alone.
-export NCCL_ASYNC_ERROR_HANDLING=1
+# What NCCL has to say of a link that fails; by itself it says nothing.
+export NCCL_DEBUG=${NCCL_DEBUG:-WARN}

@@ -4,8 +4,9 @@
 # Options of sbatch for every job (by submit.sh), such as: --account=ACCOUNT --partition=PARTITION --qos=QOS
 XMOD_SBATCH=${XMOD_SBATCH:-}
 
-# The command that runs what follows in a container, such as: srun ... --container-image=IMAGE
-# Empty: launch/local.sh, which makes a virtual environment in the checkout.
+# The command that runs what follows in a container, such as: apptainer exec --nv IMAGE
+# It stands behind srun, and must not be srun itself. By default launch/local.sh, which makes a virtual
+# environment in the checkout.
 XMOD_RUN=${XMOD_RUN:-launch/local.sh}
 
 # Seconds before the time limit at which the run is asked to save and leave.

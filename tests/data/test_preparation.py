@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import itertools
 import json
@@ -159,6 +160,29 @@ def test_until_a_unit_is_finished_other_settings_may_take_the_folder(tmp_path):
     assert manifest.sources[0]["invalid"] == 50 and len(list(output.glob("train-*"))) == 1
     with pytest.raises(UserError, match="other reading"):
         prepare(found, output, strict, 1)
+
+
+def test_a_second_process_waits_for_the_first_and_uses_what_it_made(tmp_path):
+    corpus(tmp_path / "texts")
+    found = documents.find([str(tmp_path / "texts")], None)
+    output = tmp_path / "out"
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        with records.claim(output):
+            second = pool.submit(prepare, found, output, BYTES, 1)
+            assert not concurrent.futures.wait([second], timeout=1).done
+        made = second.result(timeout=120)
+    assert made == prepare(found, output, BYTES, 1)
+
+
+def test_without_held_out_documents_it_warns_and_training_is_refused_at_once(tmp_path):
+    (tmp_path / "book.txt").write_text("line\n" * 2000)
+    flags = [f"--input={tmp_path / 'book.txt'}", "--tokenizer=bytes", "--heldout_share=0"]
+    done = run_command("prepare_data", *flags, f"--output={tmp_path / 'out'}")
+    assert done.returncode == 0 and "no document is held out" in done.stderr
+    config = dataclasses.replace(small.run(), data=DataConfig(str(tmp_path / "out")))
+    with pytest.raises(UserError, match="held-out data has"):
+        loop.train(config, tmp_path / "run", lambda _: None)
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_output_within_the_input_is_refused_and_nothing_made(tmp_path):

@@ -46,6 +46,7 @@ def final_record(config):
 
 def fake_train(config, directory, progress):
     """Three steps, resuming after the last recorded one."""
+    records.prepare(directory, config)
     done = len(records.read_lines(directory / records.TRAIN))
     for step in range(done + 1, 4):
         progress(FakeProgress(step, 3, config.train.tokens * step // 3, loss_of(config)))
@@ -61,6 +62,7 @@ def trainer(*, failing=(), seen=None):
         if seen is not None:
             seen.append(config.name)
         if config.name in failing:
+            records.prepare(directory, config)
             records.mark_failed(directory, "loss is not finite at step 2", step=2)
             raise FakeFailure(config.name)
         fake_train(config, directory, progress)

@@ -14,7 +14,7 @@ TINY = ["--context=16", "--batch=1", "--width=128", "--active_depth=6", "--round
     ("arguments", "told"),
     [
         (["--models="], "--models="),
-        (["--models=dense,"], "none empty"),
+        (["--models=dense,"], "has an empty part"),
         (["--models=A9"], "A9"),
         (["--models=moe_8_63"], "multiple of 8"),
         (["--models=dense,dense"], "one name twice"),
@@ -28,8 +28,13 @@ TINY = ["--context=16", "--batch=1", "--width=128", "--active_depth=6", "--round
         (["--width=200"], "multiple of 128"),
         (["--output=/proc/nothing/x.json"], "--output=/proc/nothing/x.json"),
         (["--output=/"], "--output=/"),
-        (["--experts=4"], "--experts=4"),
-        (["--experts=8,x"], "--experts=8,x"),
+        (["--experts=8"], "--experts changes nothing in --suite=memory"),
+        (["--suite=moe", "--experts=4"], "--experts=4"),
+        (["--suite=moe", "--experts=8,x"], "--experts=8,x"),
+        (["--suite=moe", "--active_depth=6"], "--active_depth changes nothing"),
+        (["--suite=law", "--compute=bfloat16"], "--compute changes nothing"),
+        (["--suite=decoding", "--whole_step"], "--whole_step changes nothing"),
+        (["--limit_s=inf"], "limit_s"),
     ],
 )
 def test_mistakes_are_one_line_and_status_2(arguments, told):

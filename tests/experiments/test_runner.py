@@ -59,6 +59,23 @@ def test_a_failed_run_leaves_the_others_alone_and_is_retried_only_on_demand(tmp_
     assert seen == [NAMES[0]]
 
 
+def test_a_mistake_about_the_data_binds_no_run_to_it(tmp_path):
+    def refuse(config, directory, progress):
+        raise UserError("the data do not fit")
+
+    other = EXPERIMENT.override(data="elsewhere").runs[0]
+    display = Display([other], io.StringIO())
+    with pytest.raises(UserError, match="do not fit"):
+        run_all([other], tmp_path, Trainer(refuse, FakeFailure), display)
+    assert sweep(tmp_path, trainer()).done == NAMES
+
+
+def test_a_run_of_another_configuration_is_refused_under_the_claim(tmp_path):
+    records.prepare(tmp_path / NAMES[0], EXPERIMENT.override(seed=3).runs[0])
+    with pytest.raises(UserError, match=r"train\.seed is 3 there"):
+        sweep(tmp_path, trainer())
+
+
 def test_a_run_that_fails_again_is_tried_once_per_start(tmp_path):
     seen: list[str] = []
     training = trainer(failing=[NAMES[0]], seen=seen)

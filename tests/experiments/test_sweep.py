@@ -1,14 +1,18 @@
 """`sweep` and `train` as commands: the plan, and mistakes in one line."""
 
+import dataclasses
+
 import pytest
 
 from experiments import estimate, planning, registry
 from tests.experiments.commands import run_command
 from tests.experiments.fake_training import final_record
 from xmod_jax import records
+from xmod_jax.config import Start
 from xmod_jax.errors import UserError
 
 EXPERIMENT = registry.get("k_sweep_32k", "mini")
+TWO = ["--coordinator=localhost:1", "--process_count=2", "--process_index=0"]
 
 
 def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path):
@@ -41,6 +45,14 @@ def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path):
         ("plan", ["--experiment=main_556m"], "--run is missing"),
         ("plan", ["--experiment=main_556m", "--run=dense", "--mesh=data:9"], "the 9 parts"),
         ("train", ["--experiment=main_556m", "--scale=mini", "--run=x"], "unknown run 'x'"),
+        (
+            "train",
+            ["--experiment=main_556m", "--scale=mini", "--run=dense", "--start_sparse=copied"],
+            "--start_sparse says how --start_from",
+        ),
+        ("train", ["--experiment=main_556m", "--run=dense", *TWO], "--scale=mini must be given"),
+        ("sweep", ["--experiment=main_556m", *TWO], "--scale=mini must be given"),
+        ("plan", ["--experiment=main_556m", "--scale=auto", "--run=dense"], "must be given"),
     ],
 )
 def test_mistakes_are_one_line_and_status_2(command, arguments, told):
@@ -68,6 +80,16 @@ def test_a_mistake_does_not_bind_the_folder_to_itself(flag, tmp_path):
     result = run_command("train", *arguments, flag)
     assert result.returncode == 2 and result.stderr.count("\n") == 1
     assert not workdir.exists()
+
+
+def test_a_sweep_takes_over_a_run_that_started_from_another(tmp_path):
+    run = EXPERIMENT.run("xmod_a1k4")
+    start = Start("somewhere", "0123456789abcdef", 8)
+    records.prepare(tmp_path / run.name, dataclasses.replace(run, start=start))
+    arguments = ["--experiment=k_sweep_32k", "--scale=mini", f"--workdir={tmp_path}", "--dry_run"]
+    result = run_command("sweep", *arguments)
+    assert result.returncode == 0, result.stderr
+    assert "unfinished" in result.stdout
 
 
 @pytest.mark.parametrize("command", ["sweep", "train"])

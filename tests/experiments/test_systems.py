@@ -39,6 +39,9 @@ def test_a_check_that_fails_or_ends_its_process_costs_no_other():
         (["--protocol=gpu_check", "--contexts=x"], "--contexts=x"),
         (["--protocol=table11", "--mesh=rows:8"], "--mesh=rows:8"),
         (["--protocol=table11", "--output=/"], "--output=/"),
+        (["--protocol=gpu_check", "--scale=mini", "--contexts=256"], "context_length"),
+        (["--protocol=gpu_check", "--contexts=99999999999"], "context_length must be at most"),
+        (["--protocol=gpu_check", "--batch=3000000000"], "batch_size must be at most"),
     ],
 )
 def test_mistakes_are_one_line_and_status_2(arguments, told):

@@ -107,7 +107,11 @@ def test_the_pods_of_a_sweep_share_its_runs_and_each_fills_its_own_mesh():
 @pytest.mark.parametrize("name", ["run.yaml", "sweep.yaml"])
 def test_what_the_manifests_train_exists_and_fits_its_mesh(name):
     given = flags(job(name))
-    experiment = registry.get(given["experiment"], "paper")
+    # Without a scale several processes are refused; a path of the image's own is not the volume's.
+    mounts = [mount["mountPath"] for mount in container(job(name))["volumeMounts"]]
+    for path in (given["data"], given["workdir"]):
+        assert any(path.startswith(f"{mount}/") for mount in mounts)
+    experiment = registry.get(given["experiment"], given["scale"])
     runs = experiment.select([given["run"]] if "run" in given else [])
     assert [run.name for run in runs] == [given["run"]] if "run" in given else len(runs) > 1
     for run in runs:

@@ -338,6 +338,8 @@ def _tfds_parts(name: str) -> Iterator[Source]:
     name, _, split = name.removesuffix("]").partition("[")
     split = split or "train"
     count = len(_tfds_source(name, split))
+    if not count:
+        raise UserError(f"TFDS {name}[{split}]: no examples")
     for start in range(0, count, _TFDS_PART):
         size = min(_TFDS_PART, count - start)
         yield Source(TFDS, f"{name}[{split}]", size, start=start)

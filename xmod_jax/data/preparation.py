@@ -9,6 +9,7 @@ between, the next run goes on with the units that are left.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import json
 import multiprocessing
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from absl import logging
 from array_record.python import array_record_module
 
 from xmod_jax import records
@@ -99,13 +101,12 @@ def prepare(
 
     Raises:
       UserError: a source cannot be read, or `output` holds another preparation or other files.
-      RunClaimed: another process prepares the directory now.
       OSError: the disk.
     """
     tokenizer = get_tokenizer(settings.tokenizer, settings.vocabulary)
     _check_output(output, sources, settings)
-    with records.claim(output):
-        _bind(output, sources, settings)  # another process may have held the folder until now
+    with _claimed(output):
+        _bind(output, sources, settings)
         if (output / MANIFEST).exists():
             manifest = Manifest.read(output)
             for shard in (*manifest.train, *manifest.heldout):
@@ -116,6 +117,18 @@ def prepare(
         units = _units(sources)
         _run_units(units, output, settings, workers, progress)
         return _finish(units, output, settings, tokenizer)
+
+
+@contextlib.contextmanager
+def _claimed(output: pathlib.Path) -> Iterator[None]:
+    """Holds the directory; waits for another process that prepares it."""
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(records.claim(output))
+        except records.RunClaimed:
+            logging.warning("%s is being prepared by another process: waiting for it", output)
+            held.enter_context(records.claim(output, wait=True))
+        yield
 
 
 def _check_output(output: pathlib.Path, sources: Sequence[Source], settings: Settings) -> None:

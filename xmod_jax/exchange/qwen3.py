@@ -154,7 +154,8 @@ def write(
       UserError: an architecture that Qwen3 does not have, or a folder that is taken.
       OSError: the disk.
     """
-    _check_writable(model)
+    check_writable(model.config)
+    _refuse_learnt_bias(model)
     embedding, head = np.asarray(model.embedding[...]), np.asarray(model.head[...])
     tied = np.array_equal(embedding, head.T)
     named: dict[str, np.ndarray] = {}
@@ -294,9 +295,13 @@ def _experts(said: dict[str, Any]) -> MoE:
     )
 
 
-def _check_writable(model: Decoder) -> None:
-    """Refuses what neither Qwen3 nor Qwen3-MoE can hold."""
-    config, moe = model.config, model.config.moe
+def check_writable(config: ModelConfig) -> None:
+    """Refuses a model that neither Qwen3 nor Qwen3-MoE can hold, before its weights are read.
+
+    Raises:
+      UserError: what they lack.
+    """
+    moe = config.moe
     if config.hierarchy.groups:
         raise UserError(f"{DENSE} has dense layers only: a model with sparse layers stays here")
     if moe is None:
@@ -305,8 +310,10 @@ def _check_writable(model: Decoder) -> None:
         raise UserError(f"{EXPERTS} has no shared experts, this model has {moe.shared}")
     if moe.scores is Scores.SIGMOID:
         raise UserError(f"{EXPERTS} weighs experts by a softmax, this model by sigmoids")
-    assert isinstance(model.prefix, MoEBlock)
-    if np.any(np.asarray(model.prefix.ffn.bias[...])):
+
+
+def _refuse_learnt_bias(model: Decoder) -> None:
+    if isinstance(model.prefix, MoEBlock) and np.any(np.asarray(model.prefix.ffn.bias[...])):
         raise UserError(f"{EXPERTS} has no selection bias of experts, this model has learnt one")
 
 

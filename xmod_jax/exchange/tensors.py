@@ -27,7 +27,8 @@ DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat
 _READABLE = ("F64", "F32", "F16", "BF16")  # what safetensors calls the types that are read
 
 
-def _library() -> Any:
+def library() -> Any:
+    """The package safetensors; UserError where it is not installed."""
     try:
         import safetensors
     except ModuleNotFoundError as error:
@@ -51,7 +52,7 @@ class TensorFolder:
           UserError: no safetensors there, or a file that is missing, damaged or cut; names it.
         """
         self._folder = folder
-        self._error = _library().SafetensorError
+        self._error = library().SafetensorError
         self._file: dict[str, Any] = {}
         self._place: dict[str, pathlib.Path] = {}
         for path in self._paths():
@@ -109,7 +110,7 @@ class TensorFolder:
 
     def _opened(self, path: pathlib.Path) -> Any:
         try:
-            return _library().safe_open(path, framework="np")
+            return library().safe_open(path, framework="np")
         except FileNotFoundError as error:
             raise UserError(f"{path}: no such file, {INDEX} names it") from error
         except self._error as error:
@@ -155,7 +156,7 @@ def write(
 
 
 def _save(tensors: dict[str, np.ndarray], path: pathlib.Path) -> None:
-    _library()
+    library()
     from safetensors.numpy import save_file
 
     save_file(tensors, path, metadata={"format": "pt"})  # transformers insists on a format
@@ -179,11 +180,14 @@ def _shards(
 
 
 def check_free(folder: pathlib.Path) -> None:
-    """Refuses a folder that holds something, with one line."""
+    """Refuses a folder that holds something, or that cannot be made, with one line."""
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file: choose a folder")
     if folder.is_dir() and any(folder.iterdir()):
         raise UserError(f"{folder} is not empty: choose another folder")
+    above = next(parent for parent in folder.absolute().parents if parent.exists())
+    if not os.access(above, os.W_OK):
+        raise UserError(f"{folder}: {above} cannot be written to: choose another folder")
 
 
 @contextlib.contextmanager

@@ -108,6 +108,16 @@ def train(
     batches = pipeline.train_iterator(
         dataset, config.train.context_length, rows, config.train.seed, *part
     )
+    # Else a first evaluation, after hours, would be the first to miss them.
+    pipeline.eval_batches(dataset, config.train.context_length, 1, config.train.eval_sequences)
+    if dataset.vocab_size < config.model.backbone.vocab_size and watch.processes.leads:
+        logging.warning(
+            "%s has %d token ids (%s), the model %d: the others are never seen",
+            dataset.name,
+            dataset.vocab_size,
+            dataset.tokenizer,
+            config.model.backbone.vocab_size,
+        )
     # Only now: a mistake about the data leaves no run behind for a mended configuration to meet.
     watch.processes.from_leader(functools.partial(records.prepare, directory, config))
     with Checkpoints(directory, config, dataset.hash, watch.processes, keep) as checkpoints:
