@@ -1,6 +1,7 @@
 """The accounting reproduces the published tables and counts what a device executes."""
 
 import csv
+import functools
 import math
 import pathlib
 
@@ -201,3 +202,15 @@ def test_mfu_is_the_share_of_the_peak_and_refuses_a_peak_of_nothing():
 def test_summary_holds_plain_numbers():
     summary = accounting.summary(architecture("xmod_a4k8", TINY), 64)
     assert all(type(value) in (int, float) for value in summary.values())
+
+
+def test_attention_that_is_not_saved_is_executed_again_in_dense_layers():
+    count = functools.partial(accounting.train_hardware_flops_per_token, context_length=512)
+    dense, sparse = (
+        ModelConfig(BACKBONES["165M"], Hierarchy.from_name(name)) for name in ("dense", "A4K8")
+    )
+    for model, layers in ((dense, 28), (sparse, 8)):
+        pairs = accounting.attention_pairs(512)
+        once = layers * 4 * pairs * 16 * 64 / 512
+        assert count(model, saved_attention=False) - count(model) == pytest.approx(once)
+        assert count(model, saved_attention=False, recompute=False) == count(model, recompute=False)

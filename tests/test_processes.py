@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 from typing import Any
 
+import jax
 import pytest
 
 from tests.devices import ROOT, coordinator, environment
@@ -53,6 +56,26 @@ def test_the_tasks_of_a_slurm_step_find_each_other():
 def test_a_task_that_sees_its_nodes_devices_takes_one_of_them():
     assert find(**_SLURM, CUDA_VISIBLE_DEVICES="0,1").local_devices == (1,)
     assert find(**_SLURM, CUDA_VISIBLE_DEVICES="1").local_devices is None
+
+
+def test_tasks_of_a_node_divide_its_devices_evenly():
+    eight = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
+    assert find(**_SLURM, **eight).local_devices == (4, 5, 6, 7)
+    uneven = _SLURM | {"SLURM_STEP_TASKS_PER_NODE": "1,4", "SLURM_STEP_NUM_TASKS": "5"}
+    assert find(**uneven, **eight, SLURM_NODEID="0").local_devices is None
+    assert find(**uneven, **eight, SLURM_NODEID="1").local_devices == (2, 3)
+    with pytest.raises(UserError, match="TASKS_PER_NODE"):
+        find(**_SLURM | {"SLURM_STEP_TASKS_PER_NODE": "x"}, **eight)
+
+
+def test_jax_takes_the_devices_that_it_is_told_and_detects_none(monkeypatch):
+    """Under Slurm JAX's own detection gives every process the one device of its number."""
+    told = {}
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *given, **named: told.update(named))
+    for local in (None, (4, 5)):
+        Processes(2, 1, "localhost:1", local)._connect()
+        assert told["cluster_detection_method"] == "deactivate"
+        assert told["local_device_ids"] == (None if local is None else [4, 5])
 
 
 def test_array_elements_and_steps_that_share_a_node_meet_at_different_ports():
@@ -146,6 +169,49 @@ def test_when_a_process_is_killed_the_other_ends_with_one_line_and_both_resume(a
     statuses, errors = together(directory, 2, "data:2")
     assert statuses == [0, 0], errors
     check_same_curve(alone, directory)
+
+
+def commands(name, *flags):
+    """Two processes of a command that are started as a user starts them, the first leading."""
+    place = coordinator()
+    common = ["--experiment=k_sweep_32k", "--scale=mini", f"--coordinator={place}"]
+    return [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", f"experiments.{name}", *common, *flags),
+                *("--process_count=2", f"--process_index={index}"),
+            ],
+            cwd=ROOT,
+            env=environment(1),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+
+
+@pytest.mark.slow
+def test_the_commands_of_two_processes_train_a_fresh_folder_and_stop_together(tmp_path):
+    children = commands("sweep", "--only=dense", f"--workdir={tmp_path}")
+    train = tmp_path / "dense" / records.TRAIN
+    while not train.exists() and all(child.poll() is None for child in children):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            children[0].wait(timeout=0.2)
+    children[1].send_signal(signal.SIGTERM)
+    ends = [(*child.communicate(timeout=600), child.returncode) for child in children]
+    assert [status for *_, status in ends] == [75, 75], ends
+    assert "to go at" in ends[0][0] and ends[1][0] == ""  # the leader shows the plan
+    assert records.read_lines(train)
+
+
+@pytest.mark.slow
+def test_two_processes_on_a_mesh_of_one_device_are_refused(tmp_path):
+    children = commands("train", "--run=dense", "--mesh=data:1", f"--workdir={tmp_path}")
+    ends = [(*child.communicate(timeout=600), child.returncode) for child in children]
+    assert [status for *_, status in ends] == [2, 2], ends
+    assert all("there are 2" in error for _, error, _ in ends)
+    assert not (tmp_path / "dense" / records.CONFIG).exists()
 
 
 _DEAF = """

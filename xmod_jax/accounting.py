@@ -271,12 +271,13 @@ class _Executed:
     matmul: float
     attention: float
     recomputed: float
+    saved: float  # attention that is not executed again, since its output is kept
     head: float
 
 
 def _executed(model: ModelConfig, context_length: int, block: int) -> _Executed:
     backbone = model.backbone
-    matmul = attention = recomputed = 0
+    matmul = attention = recomputed = saved = 0
     for kind in layer_kinds(model):
         rows = -(-context_length // kind.sparsity)
         pairs = attention_pairs(rows, block)
@@ -292,9 +293,12 @@ def _executed(model: ModelConfig, context_length: int, block: int) -> _Executed:
         matmul += products_of_rows
         attention += products
         recomputed += products_of_rows - kind.count * 2 * kind.kept * rows
-        recomputed += products if kind.name == "sparse" else 0
+        if kind.name == "sparse":
+            recomputed += products
+        else:
+            saved += products
     head = 2 * backbone.vocab_size * backbone.d_model * context_length
-    return _Executed(matmul, attention, recomputed, head)
+    return _Executed(matmul, attention, recomputed, saved, head)
 
 
 def forward_hardware_flops_per_token(
@@ -316,6 +320,7 @@ def train_hardware_flops_per_token(
     context_length: int,
     block: int = ATTENTION_BLOCK,
     recompute: bool = True,
+    saved_attention: bool = True,
 ) -> float:
     """HARDWARE FLOPs of a training step, forward and backward, a token's share.
 
@@ -329,12 +334,16 @@ def train_hardware_flops_per_token(
       recompute: count what rematerialisation executes again: the products of every layer that a
         gradient needs, and the attention of sparse layers (that of the others is saved). True is
         what a device does (``hardware_flops`` of the records); False is the model's own work, the
-        count that `mfu` wants.
+        count that `mfu` wants. Not counted: an FFN on more than 4096 routed rows goes in parts,
+        whose hidden products are formed once more.
+      saved_attention: whether dense layers keep their attention's output for the backward pass;
+        the fused kernel of a GPU does not let them (`xmod_jax.nn.attention.is_fused`).
     """
     done = _executed(model, context_length, block)
     flops = 3 * done.matmul + 3.5 * done.attention + 3 * done.head
     if recompute:
         flops += done.recomputed
+        flops += 0 if saved_attention else done.saved
     return flops / context_length
 
 

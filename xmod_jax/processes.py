@@ -137,6 +137,8 @@ class Processes:
             self.count,
             self.index,
             local_device_ids=None if self.local_devices is None else list(self.local_devices),
+            # Slurm's would give every process the one device of its number on the node.
+            cluster_detection_method="deactivate",
             heartbeat_timeout_seconds=_SILENCE_S,
             shutdown_timeout_seconds=_SILENCE_S,
         )
@@ -230,11 +232,28 @@ def _of_slurm(environment: Mapping[str, str]) -> Processes | None:
 
 
 def _own_devices(environment: Mapping[str, str], local: int) -> tuple[int, ...] | None:
-    """The accelerator of a task that shares its node and sees all of it; None: all that it sees."""
-    here = environment.get("SLURM_STEP_TASKS_PER_NODE", "1")
+    """The accelerators of a task that shares its node and sees all of it; None: all that it sees.
+
+    Tasks divide them evenly, in their order on the node.
+    """
     seen = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    tasks = int(here.split("(")[0].split(",")[0])  # as in "8(x2),4"
-    return (local,) if tasks > 1 and len(seen) >= tasks else None
+    tasks = _tasks_here(environment)
+    share = len(seen) // tasks
+    if tasks == 1 or not share:
+        return None
+    return tuple(range(local * share, (local + 1) * share))
+
+
+def _tasks_here(environment: Mapping[str, str]) -> int:
+    """Tasks of the step on this node, from a list by nodes such as ``8(x2),4``."""
+    counts: list[int] = []
+    for part in environment.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise UserError(f"SLURM_STEP_TASKS_PER_NODE: {part!r} is not a number of tasks")
+        counts += [int(match[1])] * int(match[2] or 1)
+    node = _whole(environment.get("SLURM_NODEID", "0"))
+    return counts[min(node, len(counts) - 1)]
 
 
 def _first_host(nodes: str) -> str:

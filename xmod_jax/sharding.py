@@ -201,6 +201,11 @@ def rows_of_process(mesh: Mesh, rows: int) -> tuple[int, int]:
     slices = [index[0] for index in indices if index]
     start = min(part.start or 0 for part in slices)
     stop = max(rows if part.stop is None else part.stop for part in slices)
+    if start % (stop - start) or rows % (stop - start):
+        raise UserError(
+            "the devices of a process must hold whole parts of a batch: its rows "
+            f"{start} to {stop} are none of {rows}; let tensor divide the devices of a process"
+        )
     return start // (stop - start), rows // (stop - start)
 
 

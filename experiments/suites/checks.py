@@ -174,7 +174,12 @@ def _speed(check: Check, model: ModelConfig, seconds: list[float], devices: int)
     }
     peak, product = _peak(), _product_rate(check.compute)
     own = rate * accounting.train_hardware_flops_per_token(model, check.length, recompute=False)
-    done = rate * accounting.train_hardware_flops_per_token(model, check.length)
+    from xmod_jax.nn.attention import is_fused
+
+    saved = not is_fused(model.compute.value)
+    done = rate * accounting.train_hardware_flops_per_token(
+        model, check.length, saved_attention=saved
+    )
     row["mfu"] = None if peak is None else accounting.mfu(own, peak * devices)
     row["of_product"] = done / (product * devices)
     return row

@@ -91,6 +91,24 @@ def test_dropped_copies_count_nothing(block):
         assert groups.size_X.tolist() == [2, 2, 2]
 
 
+@pytest.mark.parametrize("block", [4, grouped.RAGGED])
+def test_bfloat16_rows_give_a_float32_gradient_near_float32s(matrix_size, block):
+    """The model's rows are bfloat16 where its parameters are float32."""
+    x_TD, weight_XDO, share_Tk, group_Tk, bar_TO = (
+        jnp.asarray(each, jnp.float32 if each.dtype.kind == "f" else jnp.int32)
+        for each in problem(3, 23, 4, 2)
+    )
+
+    def gradients(dtype):
+        narrow = lambda x, w, s: by_groups(x.astype(dtype), w, s.astype(dtype), group_Tk, block)
+        loss = lambda *each: jnp.sum(narrow(*each).astype(jnp.float32) * bar_TO)
+        return jax.grad(loss, argnums=(0, 1, 2))(x_TD, weight_XDO, share_Tk)
+
+    for got, want in zip(gradients(jnp.bfloat16), gradients(jnp.float32), strict=True):
+        assert got.dtype == jnp.float32
+        np.testing.assert_allclose(got, want, rtol=0, atol=0.05 * np.abs(want).max())
+
+
 @settings(max_examples=10, deadline=None)
 @given(
     T=st.integers(1, 40), X=st.integers(1, 9), k=st.integers(1, 3), block=st.sampled_from([1, 2, 8])

@@ -21,7 +21,13 @@ from tests.nn.references import (
     toy_block,
 )
 from xmod_jax.nn import routing
-from xmod_jax.nn.routed_stage import Dense, gated_residual, routed_stage, routed_stages
+from xmod_jax.nn.routed_stage import (
+    Dense,
+    gated_residual,
+    read_logits,
+    routed_stage,
+    routed_stages,
+)
 
 UPDATE = gated_residual(toy_block)
 
@@ -231,3 +237,17 @@ def test_bfloat16_stream_keeps_router_and_decisions_in_float32():
     changed_L = np.any(np.asarray(out.x_BLD != x_BLD), axis=(0, 2))
     assert changed_L.tolist() == [False, False, True]
     assert out.kth_S.dtype == jnp.float32
+
+
+def test_routers_multiply_in_full_precision():
+    """Accelerators round float32 operands by default; a decision near a threshold would turn."""
+    x_BLD, router_SD = jnp.ones((1, 4, 8), jnp.bfloat16), jnp.ones((3, 8))
+    gradient = jax.grad(lambda router_SD: read_logits(x_BLD, router_SD).sum())
+    for traced in (
+        jax.make_jaxpr(read_logits)(x_BLD, router_SD),
+        jax.make_jaxpr(gradient)(router_SD),
+    ):
+        products = [e for e in traced.jaxpr.eqns if e.primitive.name == "dot_general"]
+        assert products
+        for product in products:
+            assert product.params["precision"] == (jax.lax.Precision.HIGHEST,) * 2

@@ -181,3 +181,30 @@ def test_the_optimiser_lies_like_its_parameters_and_small_leaves_lie_whole():
     for name, spec in specs.items():
         if name.startswith("optimizer") and name.endswith(".value"):
             assert spec == specs["model." + re.split(r"\.(?:mean|mu|nu)\.", name)[-1]], name
+
+
+@pytest.mark.parametrize(
+    ("spans", "rows", "part"),
+    [
+        ([(0, 1), (1, 2)], 4, (0, 2)),
+        ([(2, 3), (3, 4)], 4, (1, 2)),
+        ([(0, 4)], 4, (0, 1)),
+        ([(1, 2), (1, 2), (2, 3)], 6, None),  # 3 devices of 6 x 2: the middle of a tensor group
+        ([(4, 6)], 6, (2, 3)),
+    ],
+)
+def test_a_process_feeds_whole_parts_of_a_batch(monkeypatch, spans, rows, part):
+    class Placed:
+        def __init__(self, *_):
+            pass
+
+        def addressable_devices_indices_map(self, shape):
+            return {n: (slice(*span),) for n, span in enumerate(spans)}
+
+    monkeypatch.setattr(sharding, "NamedSharding", Placed)
+    mesh = MeshShape().make()
+    if part is None:
+        with pytest.raises(UserError, match="whole parts of a batch"):
+            sharding.rows_of_process(mesh, rows)
+    else:
+        assert sharding.rows_of_process(mesh, rows) == part

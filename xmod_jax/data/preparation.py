@@ -336,7 +336,7 @@ def _write_heldout(
 ) -> list[str]:
     """Held-out documents of a unit, a record each; their digests."""
     path = output / _UNITS / f"{index:05}.heldout"
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     path.parent.mkdir(exist_ok=True)
     try:
         with writing(path):
@@ -349,6 +349,7 @@ def _write_heldout(
         temporary.unlink(missing_ok=True)
         raise
     temporary.rename(path)
+    records.sync(path.parent)
     return [key.hex() for key, _ in heldout]
 
 

@@ -129,7 +129,8 @@ class ShardWriter:
     """Writes one shard to a temporary name; `close` makes it whole, verified and final."""
 
     def __init__(self, path: pathlib.Path, vocab_size: int) -> None:
-        self._path, self._temporary = path, path.with_name(f".{path.name}.tmp")
+        # Of this process alone: a worker whose parent was killed may still be writing its own.
+        self._path, self._temporary = path, path.with_name(f".{path.name}.{os.getpid()}.tmp")
         self._type = token_type(vocab_size)
         self._hash = hashlib.blake2b(digest_size=16)
         self._rest = np.zeros(0, self._type)
@@ -168,6 +169,7 @@ class ShardWriter:
         records.sync(self._temporary)
         size = self._temporary.stat().st_size
         self._temporary.rename(self._path)
+        records.sync(self._path.parent)  # before any note says that it is there
         digest = self._hash.hexdigest()
         return Shard(self._path.name, self._tokens, self._documents, size, digest)
 

@@ -15,6 +15,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from xmod_jax.accounting import ATTENTION_BLOCK
 
@@ -22,6 +23,12 @@ from xmod_jax.accounting import ATTENTION_BLOCK
 Saved = tuple[jax.Array, jax.Array] | None
 _SELECTED_SCORES = 1 << 24  # scores of `selected_attention` that are formed at once
 _MASKED = -1e30  # finite, so that a row's maximum never turns into inf - inf
+
+
+def is_fused(dtype: DTypeLike) -> bool:
+    """Whether `causal_attention` is cuDNN's kernel here, which has nothing to save."""
+    half = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
+    return jax.default_backend() == "gpu" and half
 
 
 def causal_attention(
@@ -40,7 +47,7 @@ def causal_attention(
       [B, L, H, E] in the dtype of the queries, softmax in float32 (float64 for float64 input), and
       what to save; None from the fused kernel, whose statistics stay inside.
     """
-    if jax.default_backend() == "gpu" and q_BLHE.dtype in (jnp.bfloat16, jnp.float16):
+    if is_fused(q_BLHE.dtype):
         # The causal flag, never a materialised mask or bias: those gave NaN at some lengths.
         out_BLHE = jax.nn.dot_product_attention(
             q_BLHE, k_BLGE, v_BLGE, is_causal=True, implementation="cudnn"

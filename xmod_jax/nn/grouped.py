@@ -184,7 +184,8 @@ def _grouped_backward(block, saved, bar_MO):
     rows_MI, weight_XIO, size_X = saved
     weight_XOI = weight_XIO.swapaxes(1, 2)
     if block == RAGGED:
-        _, pull = jax.vjp(lambda w: lax.ragged_dot(rows_MI, w, size_X), weight_XIO)
+        product = lambda w: lax.ragged_dot(rows_MI, w.astype(rows_MI.dtype), size_X)
+        _, pull = jax.vjp(product, weight_XIO)
         drows_MI = lax.ragged_dot(bar_MO, weight_XOI.astype(bar_MO.dtype), size_X)
         return drows_MI, *pull(bar_MO), None
     if _is_small(weight_XIO):

@@ -20,7 +20,7 @@ from xmod_jax.nn import collectives
 from xmod_jax.nn.attention import Saved
 from xmod_jax.nn.grouped import Groups, block_rows, collect, grouped_matmul, sort_by_group, spread
 from xmod_jax.nn.layers import Attention, Phases, RMSNorm, SwiGLU, linear, matrix
-from xmod_jax.nn.routed_stage import pick
+from xmod_jax.nn.routed_stage import pick, router_product
 
 
 class ExpertBias(nnx.Variable):
@@ -124,7 +124,7 @@ class Experts(nnx.Module):
     def _scores(self, x_TD: jax.Array) -> jax.Array:
         wide = jnp.promote_types(jnp.float32, x_TD.dtype)
         squash = jax.nn.sigmoid if self.scores is Scores.SIGMOID else jax.nn.softmax
-        return squash(jnp.matmul(x_TD.astype(wide), self.router[...].astype(wide)))
+        return squash(router_product("td,dx->tx", x_TD.astype(wide), self.router[...].astype(wide)))
 
     def _chosen(self, score_TX: jax.Array) -> jax.Array:
         biased_TX = jax.lax.stop_gradient(score_TX) + self.bias[...]

@@ -165,9 +165,13 @@ def _stages(static, params, router_NSD, dense_params, x_BLD, positions, valid_BL
     return _stages_forward(static, *arguments)[0]
 
 
+# Accelerators round the operands of a float32 product (to TF32, or bfloat16) unless told not to.
+router_product = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+
+
 def read_logits(x_BLD: jax.Array, router_SD: jax.Array) -> jax.Array:
     """Router logits [B, L, S] of all layers, in the routers' precision."""
-    return jnp.einsum("bld,sd->bls", x_BLD.astype(router_SD.dtype), router_SD)
+    return router_product("bld,sd->bls", x_BLD.astype(router_SD.dtype), router_SD)
 
 
 def at(tree: Any, *index: jax.Array) -> Any:
@@ -360,8 +364,8 @@ def _sparse_backward(
         layer_params = at(params, n, first + s)
         new_BCD, pull = jax.vjp(apply, layer_params, rows_BCD, z_BC, *stream)
         if S > 1:
-            dw_SD += jnp.einsum("bcs,bcd->sd", g_BCS, new_BCD.astype(wide))
-            dnew_BCD += jnp.einsum("bcs,sd->bcd", g_BCS, router_SD).astype(dnew_BCD.dtype)
+            dw_SD += router_product("bcs,bcd->sd", g_BCS, new_BCD.astype(wide))
+            dnew_BCD += router_product("bcs,sd->bcd", g_BCS, router_SD).astype(dnew_BCD.dtype)
             g_BLS = routing.put_rows(g_BLS, idx_BC, jnp.zeros_like(g_BCS))
         dlayer, drows_BCD, dz_BC, *dstream = pull(dnew_BCD)
         dz_BL = _alignment_gradient(z_BL, idx_BC, valid_BL, valid_BC) * dalign
@@ -376,8 +380,8 @@ def _sparse_backward(
     start = (dx_BLD, x_BLD, zeros_BLS, jnp.zeros_like(router_SD), dparams)
     items = (jnp.arange(S), layers, dalign_S)
     (dx_BLD, x_BLD, g_BLS, dw_SD, dparams), _ = lax.scan(layer, start, items, reverse=True)
-    dw_SD += jnp.einsum("bls,bld->sd", g_BLS, x_BLD.astype(wide))
-    dx_BLD += jnp.einsum("bls,sd->bld", g_BLS, router_SD).astype(dx_BLD.dtype)
+    dw_SD += router_product("bls,bld->sd", g_BLS, x_BLD.astype(wide))
+    dx_BLD += router_product("bls,sd->bld", g_BLS, router_SD).astype(dx_BLD.dtype)
     return dx_BLD, dparams, dw_SD
 
 

@@ -104,11 +104,15 @@ def make_evaluator(mesh: Mesh | None = None) -> Evaluator:
 
 
 def _weighted(values: list[dict[str, jax.Array]], rows: list[int]) -> dict[str, float]:
+    """Means over batches by their rows; of a statistic over the batches that define it."""
     fetched = jax.device_get(values)
-    return {
-        name: float(np.average([value[name] for value in fetched], weights=rows))
-        for name in fetched[0]
-    }
+    means = {}
+    for name in fetched[0]:
+        column, weights = np.array([value[name] for value in fetched]), np.array(rows)
+        if name != "loss" and not np.isnan(column).all():
+            column, weights = column[~np.isnan(column)], weights[~np.isnan(column)]
+        means[name] = float(np.average(column, weights=weights))
+    return means
 
 
 def _record(means: dict[str, dict[str, float]]) -> dict[str, float | None]:

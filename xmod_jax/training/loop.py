@@ -22,6 +22,7 @@ from xmod_jax import accounting, records, sharding
 from xmod_jax.config import RunConfig
 from xmod_jax.data import pipeline, sources
 from xmod_jax.errors import UserError
+from xmod_jax.nn.attention import is_fused
 from xmod_jax.training.checkpoint import NEWEST, Checkpoints, Keep
 from xmod_jax.training.compilation import jit
 from xmod_jax.training.evaluation import make_evaluator
@@ -95,7 +96,8 @@ def train(
     watch = watch or Watch()
     shape = shape or sharding.MeshShape()
     shape.check(config)
-    mesh = shape.make() if shape.size > 1 else None
+    # Several processes on a mesh of one device would each train the whole run: `make` refuses.
+    mesh = shape.make() if shape.size > 1 or watch.processes.count > 1 else None
     dataset = sources.load(config.data)
     if dataset.vocab_size > config.model.backbone.vocab_size:
         raise UserError(
@@ -149,7 +151,9 @@ class _Run:
         self.position = batches.get_state()  # of the data, after the last step taken
         length = self.train.context_length
         self.flops = accounting.flops_per_token(config.model, length)
-        self.hardware_flops = accounting.train_hardware_flops_per_token(config.model, length)
+        self.hardware_flops = accounting.train_hardware_flops_per_token(
+            config.model, length, saved_attention=not is_fused(config.model.compute.value)
+        )
         # On CPU a donated buffer could be one that a background save still reads.
         donated = () if jax.default_backend() == "cpu" else (0,)
         self.step = jit(make_step(config, mesh), donate_argnums=donated)
