@@ -94,9 +94,10 @@ def test_dropped_copies_count_nothing(block):
 @pytest.mark.parametrize("block", [4, grouped.RAGGED])
 def test_bfloat16_rows_give_a_float32_gradient_near_float32s(matrix_size, block):
     """The model's rows are bfloat16 where its parameters are float32."""
+    with jax.enable_x64(True):
+        made = [np.asarray(each) for each in problem(3, 23, 4, 2)]
     x_TD, weight_XDO, share_Tk, group_Tk, bar_TO = (
-        jnp.asarray(each, jnp.float32 if each.dtype.kind == "f" else jnp.int32)
-        for each in problem(3, 23, 4, 2)
+        jnp.asarray(each, jnp.float32 if each.dtype.kind == "f" else jnp.int32) for each in made
     )
 
     def gradients(dtype):
