@@ -146,6 +146,7 @@ def alone(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.drill
 def test_two_processes_stop_together_when_one_is_asked_to_and_resume_on_one_processs_curve(
     alone, tmp_path
 ):
@@ -201,7 +202,7 @@ def test_the_commands_of_two_processes_train_a_fresh_folder_and_stop_together(tm
     children[1].send_signal(signal.SIGTERM)
     ends = [(*child.communicate(timeout=600), child.returncode) for child in children]
     assert [status for *_, status in ends] == [75, 75], ends
-    assert "to go at" in ends[0][0] and ends[1][0] == ""  # the leader shows the plan
+    assert ["to go at" in out for out, *_ in ends] == [True, False]  # the leader shows the plan
     assert records.read_lines(train)
 
 

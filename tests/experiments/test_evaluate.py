@@ -272,7 +272,6 @@ def test_tasks_of_all_three_kinds_run_offline(folder, monkeypatch):
         ("nosuchtask", "no task is called nosuchtask"),
         ("broken", "could not read"),
         ("absent", "data cannot be had"),
-        ("empty", "cannot be run"),
         ("binary", "cannot be run"),
         ("keyless", "cannot be run"),
         ("choice", "--num_fewshot=5: choice has 5 examples"),
@@ -284,7 +283,6 @@ def test_a_task_that_cannot_be_had_is_one_line(folder, tmp_path, monkeypatch, ta
     whole = TASKS["choice"].replace("FOLDER", str(folder / "tasks"))
     named = whole.replace("task: choice", f"task: {task}")
     (tmp_path / "choice.json").write_text((folder / "tasks/choice.json").read_text())
-    (tmp_path / "empty.json").touch()
     (tmp_path / "binary.json").write_bytes(bytes(range(256)) * 40)
     text = {
         "broken": named + "metric_list: [",

@@ -65,6 +65,7 @@ def test_every_check_of_a_gpu_runs_at_mini_scale(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.drill
 def test_table_11_runs_on_forced_devices_at_mini_scale(tmp_path, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
     output = tmp_path / "result.json"

@@ -152,13 +152,8 @@ def test_law_file_keeps_the_draws(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "common",
-    [
-        pytest.param(0.0, id="independent"),
-        pytest.param(NOISE, id="common_to_sweeps", marks=pytest.mark.drill),
-    ],
-)
+@pytest.mark.drill
+@pytest.mark.parametrize("common", [0.0, NOISE], ids=["independent", "common_to_sweeps"])
 def test_intervals_cover_the_truth_as_often_as_they_say(common):
     """20 noisy tables, 200 draws each: 90% intervals of coefficients and of predictions."""
     truth, coefficients, predictions = np.array(dataclasses.astuple(Law.paper())), [], []

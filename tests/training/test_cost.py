@@ -17,7 +17,7 @@ from xmod_jax.nn import routed_stage
 from xmod_jax.training.compilation import jit
 from xmod_jax.training.step import training_loss
 
-pytestmark = [pytest.mark.slow, pytest.mark.timed]
+pytestmark = pytest.mark.slow
 
 
 def lowered(name: str, active_depth: int = 28, width: int = 256, length: int = 2048):
@@ -53,6 +53,7 @@ def no_cache():
     jax.config.update("jax_enable_compilation_cache", True)
 
 
+@pytest.mark.timed
 def test_compile_time_does_not_grow_with_depth(no_cache):
     cases = {"deep": ("A1K16", 52), "shallow": ("A1K16", 12), "dense": ("dense", 28)}
     fastest = dict.fromkeys(cases, float("inf"))

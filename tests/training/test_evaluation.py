@@ -1,6 +1,7 @@
 """Means over the batches of an evaluation."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from xmod_jax.training.evaluation import _weighted
 
 
 def test_means_weigh_batches_by_rows_and_a_statistic_where_it_is_defined():
-    values = [
+    values: list[Any] = [
         {"loss": np.float32(1.0), "jaccard": np.float32(math.nan), "coverage": np.float32(0.5)},
         {"loss": np.float32(2.0), "jaccard": np.float32(0.25), "coverage": np.float32(1.0)},
         {"loss": np.float32(4.0), "jaccard": np.float32(0.75), "coverage": np.float32(1.0)},
@@ -19,6 +20,9 @@ def test_means_weigh_batches_by_rows_and_a_statistic_where_it_is_defined():
 
 
 def test_a_loss_that_is_lost_in_one_batch_is_lost_and_a_statistic_nowhere_defined_stays_so():
-    values = [{"loss": math.nan, "jaccard": math.nan}, {"loss": 2.0, "jaccard": math.nan}]
+    values: list[Any] = [
+        {"loss": math.nan, "jaccard": math.nan},
+        {"loss": 2.0, "jaccard": math.nan},
+    ]
     means = _weighted(values, [1, 1])
     assert math.isnan(means["loss"]) and math.isnan(means["jaccard"])
