@@ -116,7 +116,8 @@ class Processes:
         with lifeline.tied(host, self.leads, _broadcast, (LeavingTogether,), on_loss) as line:
             try:
                 yield
-            except LeavingTogether:
+            except (LeavingTogether, UserError):
+                # A mistake that all of them find is this process's own, though another left first.
                 raise
             except Exception as error:
                 if not (line.broken or _LOST.search(str(error))):
