@@ -142,7 +142,10 @@ class MeshShape:
         """
         devices = jax.devices()
         if self.size > len(devices) or (jax.process_count() > 1 and self.size < len(devices)):
-            raise UserError(f"mesh {self} has {self.size} devices, there are {len(devices)}")
+            raise UserError(
+                f"mesh {self} has {self.size} devices, there are {len(devices)}: choose a --mesh "
+                "of as many"
+            )
         grid = np.array(devices[: self.size]).reshape(self.data, self.fsdp, self.tensor)
         return Mesh(grid, AXES, axis_types=(axis_type,) * 3)
 
