@@ -95,12 +95,12 @@ def start_from(
       UserError: it started from another one, or as `xmod_jax.training.start.find`.
     """
     run = experiment.run(name)
+    if run.start is not None and run.start.sparse is not sparse:
+        raise UserError(
+            f"{name} started with --start_sparse={run.start.sparse}, not {sparse}: choose another "
+            "work directory"
+        )
     if run.start is not None and run.start.directory == str(source):
-        if run.start.sparse is not sparse:
-            raise UserError(
-                f"{name} started with --start_sparse={run.start.sparse}, not {sparse}: choose "
-                "another work directory"
-            )
         return experiment
     # Only now: a mistake is told without loading what training needs.
     from xmod_jax.training import start
@@ -108,11 +108,8 @@ def start_from(
     found = start.find(source, run, sparse)
     if run.start is None:
         return experiment.replace(dataclasses.replace(run, start=found))
-    if (run.start.hash, run.start.sparse) != (found.hash, found.sparse):
-        raise UserError(
-            f"{name} started from {run.start.directory} with --start_sparse={run.start.sparse}, "
-            f"not from {source} with {sparse}"
-        )
+    if run.start.hash != found.hash:
+        raise UserError(f"{name} started from {run.start.directory}, not from {source}")
     return experiment
 
 

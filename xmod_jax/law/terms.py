@@ -102,10 +102,7 @@ class Exposure:
 
 @dataclasses.dataclass(frozen=True)
 class Law:
-    """Delta = e - u*R_N + w*P_L - z*R_AK in nats (SPEC 8; units above).
-
-    With u, w, z >= 0, eta >= 0 and rho > 0; ValueError for others.
-    """
+    """Delta = e - u*R_N + w*P_L - z*R_AK in nats, with u, w, z >= 0 (SPEC 8; units above)."""
 
     e: float
     u: float
@@ -125,11 +122,8 @@ class Law:
                 raise ValueError(f"coefficient {field.name} is not a number: {value!r}")
             if not math.isfinite(value):
                 raise ValueError(f"coefficient {field.name} is not finite: {value}")
-            if (field.name in ("u", "w", "z") or field.name.startswith("eta")) and value < 0:
+            if field.name in ("u", "w", "z") and value < 0:
                 raise ValueError(f"coefficient {field.name} must be at least 0, got {value}")
-            # At 0 its term is 0 whatever the others are.
-            if field.name.startswith("rho") and value <= 0:
-                raise ValueError(f"coefficient {field.name} must be above 0, got {value}")
 
     @classmethod
     def paper(cls) -> Law:
@@ -262,6 +256,8 @@ class LawFile:
     bootstrap: Draws | None = None
 
     def __post_init__(self) -> None:
+        for law in (self.law, *(self.bootstrap.laws if self.bootstrap else ())):
+            _check_exponents(law)
         for name, (low, high) in self.ranges.items():
             if low > high:
                 raise ValueError(f"the range of {name} ends below its start: {low}, {high}")
@@ -319,6 +315,16 @@ class _Quality:
 
 
 _QUALITY = tuple(field.name for field in dataclasses.fields(_Quality))
+
+
+def _check_exponents(law: Law) -> None:
+    """Refuses what no fit gives; one may look a step beyond its bounds on the way."""
+    for name, value in dataclasses.asdict(law).items():
+        if name.startswith("eta") and value < 0:
+            raise ValueError(f"coefficient {name} must be at least 0, got {value}")
+        # At 0 its term is 0 whatever the others are.
+        if name.startswith("rho") and value <= 0:
+            raise ValueError(f"coefficient {name} must be above 0, got {value}")
 
 
 def _range(ends: Any) -> tuple[float, float]:
