@@ -89,6 +89,17 @@ def output_folder(path: str | pathlib.Path) -> pathlib.Path:
     return folder
 
 
+def check_output_file(given: str) -> None:
+    """Refuses a file of ``--output`` that could not be written, before the long part of a command.
+
+    Raises:
+      UserError: it is a folder, or its folder is missing or cannot be written to.
+    """
+    path = pathlib.Path(given)
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise UserError(f"--output={path}: not a file in a folder that can be written to")
+
+
 def abandon(lost: ProcessLost) -> NoReturn:
     """Ends the process at once: the interpreter's way out would wait for the one that is lost."""
     _say(str(lost))

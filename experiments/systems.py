@@ -17,7 +17,6 @@ A check that fails (out of memory, a missing kernel) is a line of the result; th
 from __future__ import annotations
 
 import dataclasses
-import os
 import pathlib
 import time
 from typing import Any
@@ -128,9 +127,7 @@ def _refuse_mistakes(checks: list[Check]) -> None:
         except ValueError as error:
             raise UserError(f"{check.name}: {error}") from error
     if _OUTPUT.value:
-        path = pathlib.Path(_OUTPUT.value)
-        if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-            raise UserError(f"--output={path}: not a file in a folder that can be written to")
+        cli.check_output_file(_OUTPUT.value)
 
 
 def _devices() -> dict[str, Any]:

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from xmod_jax.data.preparation import default_workers
+
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "scipy", "torch", "transformers")
 _SETTINGS = re.compile(r"^(XLA_|JAX_|OMP_|MKL_|CUDA_VISIBLE|NVIDIA_TF32)")
 _READ_BYTES = 1 << 28  # many times any cache
@@ -28,7 +30,7 @@ def report() -> dict[str, Any]:
         "machine": platform.machine(),
         "system": platform.platform(),
         "processor": _from_proc("/proc/cpuinfo", "model name") or platform.processor() or None,
-        "cores": _cores(),
+        "cores": default_workers(),
         "memory_GB": _memory_gb(),
         "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "python": platform.python_version(),
@@ -51,11 +53,6 @@ def lines(found: dict[str, Any]) -> list[str]:
         return f"{value:.4g}" if isinstance(value, float) else str(value)
 
     return [f"{name}: {text(value)}" for name, value in found.items()]
-
-
-def _cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _versions() -> dict[str, str]:
@@ -105,7 +102,7 @@ def reading() -> tuple[Callable[[], Any], float]:
         array = jnp.ones(count, jnp.float32)
         total = jax.jit(jnp.sum).lower(array).compile()
         return lambda: total(array), _READ_BYTES
-    parts = np.array_split(np.ones(count, np.float32), _cores())
+    parts = np.array_split(np.ones(count, np.float32), default_workers())
 
     def read() -> None:
         threads = [threading.Thread(target=np.sum, args=(part,)) for part in parts]
