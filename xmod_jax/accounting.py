@@ -22,7 +22,7 @@ from fractions import Fraction
 
 from xmod_jax.config import Backbone, ModelConfig, MoE, Sparse, Update
 
-ATTENTION_BLOCK = 256  # edge of an attention block in tokens
+ATTENTION_BLOCK = 256  # largest edge of an attention block in tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,13 +255,22 @@ def steps_for_flops(
 def attention_pairs(length: int, block: int = ATTENTION_BLOCK) -> int:
     """Query-key pairs that causal attention by blocks computes for one sequence.
 
-    Blocks of `block` x `block` above the diagonal are skipped, those on it computed whole, a last
-    incomplete block is padded; up to one block of tokens is one product of exactly `length`^2.
+    Blocks above the diagonal are skipped, those on it computed whole, a last incomplete block is
+    padded.
     """
-    if length <= block:
-        return length * length
-    blocks = -(-length // block)
-    return blocks * (blocks + 1) // 2 * block * block
+    edge = attention_edge(length, block)
+    blocks = -(-length // edge)
+    return blocks * (blocks + 1) // 2 * edge * edge
+
+
+def attention_edge(length: int, block: int = ATTENTION_BLOCK) -> int:
+    """Edge of the blocks of a sequence, in tokens: `block`, of shorter ones their half.
+
+    Up to half a block is one block: two would save less than they cost.
+    """
+    if length > block:
+        return block
+    return length if 2 * length <= block else -(-length // 2)
 
 
 @dataclasses.dataclass(frozen=True)

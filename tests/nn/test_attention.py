@@ -27,7 +27,9 @@ def inputs(B, L, H, G, E, dtype):
 
 
 @pytest.mark.parametrize(
-    ("L", "block"), [(1, 4), (7, 4), (12, 4), (5, 256)], ids=["one", "ragged", "whole", "short"]
+    ("L", "block"),
+    [(1, 4), (7, 4), (12, 4), (5, 256), (6, 8), (7, 8)],
+    ids=["one", "ragged", "whole", "short", "halves", "ragged halves"],
 )
 @pytest.mark.parametrize("G", [1, 2, 4])
 def test_values_and_gradients_equal_the_square_in_float64(L, block, G):

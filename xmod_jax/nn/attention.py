@@ -11,17 +11,21 @@ selection.
 from __future__ import annotations
 
 import functools
+import operator
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from xmod_jax.accounting import ATTENTION_BLOCK
+from xmod_jax.accounting import ATTENTION_BLOCK, attention_edge
 
 # Output and log-sum-exp of every row, in blocks; see `causal_attention`.
 Saved = tuple[jax.Array, jax.Array] | None
 _SELECTED_SCORES = 1 << 24  # scores of `selected_attention` that are formed at once
+_FEW = 2  # blocks that go without a loop
 _MASKED = -1e30  # finite, so that a row's maximum never turns into inf - inf
 
 
@@ -59,10 +63,10 @@ def causal_attention(
 def blockwise_attention(
     q_BLHE: jax.Array, k_BLGE: jax.Array, v_BLGE: jax.Array, block: int, saved: Saved = None
 ) -> tuple[jax.Array, Saved]:
-    """`causal_attention` in plain JAX, `block` rows at a time; any length."""
+    """`causal_attention` in plain JAX, at most `block` rows at a time; any length."""
     B, L, H, E = q_BLHE.shape
     G = k_BLGE.shape[2]
-    b = min(block, L)
+    b = attention_edge(L, block)
     n = -(-L // b)
     pad = ((0, 0), (0, n * b - L), (0, 0), (0, 0))
     # Padding comes last, so that causality hides it from every real row.
@@ -146,8 +150,7 @@ def _visible(shape: tuple[int, int], keys: int, b: int) -> jax.Array:
 
 
 def _attend_forward(q_nNME, k_nNbE, v_nNbE):
-    n, _, M, _ = q_nNME.shape
-    b = k_nNbE.shape[2]
+    M, b = q_nNME.shape[2], k_nNbE.shape[2]
     visible_Mb = _visible((M, b), 1, b)
 
     def values(s_NMb, top_NM, j):
@@ -170,16 +173,11 @@ def _attend_forward(q_nNME, k_nNbE, v_nNbE):
     def rows(_, item):
         i, q_NME = item
         carry = diagonal(q_NME, i)
-        if n > 1:
-            carry = lax.fori_loop(0, i, functools.partial(block, q_NME), carry)
-        top_NM, sum_NM, acc_NME = carry
+        top_NM, sum_NM, acc_NME = _loop(0, i, functools.partial(block, q_NME), carry)
         o_NME = (acc_NME / sum_NM[..., None]).astype(q_NME.dtype)
         return None, (o_NME, top_NM + jnp.log(sum_NM))
 
-    if n == 1:  # without a loop, which costs a fifth of a block's time
-        o_nNME, lse_nNM = (out[None] for out in rows(None, (0, q_nNME[0]))[1])
-    else:
-        _, (o_nNME, lse_nNM) = lax.scan(rows, None, (jnp.arange(n), q_nNME))
+    _, (o_nNME, lse_nNM) = _scan(rows, None, q_nNME)
     return (o_nNME, lse_nNM), (q_nNME, k_nNbE, v_nNbE, o_nNME, lse_nNM)
 
 
@@ -221,18 +219,38 @@ def _attend_backward(residuals, do_nNME):
 
         dqT_NEM, *dkv_NbE = block(j, keys, visible_bM)
         carry = _added(dqT_nNEM, dqT_NEM, j), *dkv_NbE
-        dqT_nNEM, *dkv_NbE = lax.fori_loop(j + 1, n, later, carry)
+        dqT_nNEM, *dkv_NbE = _loop(j + 1, n, later, carry)
         return dqT_nNEM, tuple(part.astype(k_nNbE.dtype) for part in dkv_NbE)
 
-    if n == 1:
-        grads = block(0, (k_nNbE[0], v_nNbE[0], kT_nNEb[0]), visible_bM)
-        dqT_nNEM, dk_nNbE, dv_nNbE = (part[None] for part in grads)
-    else:
-        items = jnp.arange(n), (k_nNbE, v_nNbE, kT_nNEb)
-        start = jnp.zeros((n, N, E, M), wide)
-        dqT_nNEM, (dk_nNbE, dv_nNbE) = lax.scan(columns, start, items)
+    start = jnp.zeros((n, N, E, M), wide)
+    dqT_nNEM, (dk_nNbE, dv_nNbE) = _scan(columns, start, (k_nNbE, v_nNbE, kT_nNEb))
     dtype = q_nNME.dtype
     return dqT_nNEM.swapaxes(-1, -2).astype(dtype), dk_nNbE.astype(dtype), dv_nNbE.astype(dtype)
+
+
+def _scan(body: Callable[..., Any], carry: Any, stacks: Any) -> tuple[Any, Any]:
+    """`lax.scan` over ``(index, item)`` of stacks; a few items go without a loop.
+
+    A loop's turn costs a fifth of a block's time on CPU.
+    """
+    n = jax.tree.leaves(stacks)[0].shape[0]
+    if n > _FEW:
+        return lax.scan(body, carry, (jnp.arange(n), stacks))
+    outs = []
+    for i in range(n):
+        item = jax.tree.map(operator.itemgetter(i), stacks)
+        carry, out = body(carry, (i, item))
+        outs.append(out)
+    return carry, jax.tree.map(lambda *parts: jnp.stack(parts), *outs)
+
+
+def _loop(first: Any, last: Any, body: Callable[..., Any], carry: Any) -> Any:
+    """`lax.fori_loop`; none where `_scan` makes none and both bounds are plain numbers."""
+    if not (isinstance(first, int) and isinstance(last, int)):
+        return lax.fori_loop(first, last, body, carry)
+    for i in range(first, last):
+        carry = body(i, carry)
+    return carry
 
 
 def _added(stack: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
