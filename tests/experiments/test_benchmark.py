@@ -1,6 +1,7 @@
 """`benchmark` refuses mistakes before it measures, and prints what it measured."""
 
 import json
+import re
 
 import pytest
 
@@ -61,6 +62,13 @@ def test_every_model_is_measured_against_the_first(tmp_path):
         assert row["of_product"] == pytest.approx(row["GFLOP/s"] / product["GFLOP/s"])
         assert row["fastest"] <= row["seconds"] <= row["slowest"]
         assert row["share"] == pytest.approx(row["speed"] / row["bound"])
+
+
+@pytest.mark.slow
+def test_a_whole_step_takes_the_optimizer_too():
+    result = run_command("benchmark", "--suite=training", "--models=dense", "--whole_step", *TINY)
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"^dense +\d", result.stdout, re.MULTILINE)
 
 
 def test_forms_of_the_experts_product_stand_beside_the_dense_one(tmp_path):

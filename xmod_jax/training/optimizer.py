@@ -104,10 +104,11 @@ def orthogonal_momentum(
             at_once = collectives.matrices_at_once(gradient, axes, bytes_at_once)
             return _in_turns(layers, (gradient, mean), at_once)
 
-        pairs = jax.tree_util.tree_map_with_path(leaf, gradient, state.mean)
-        updates, mean = jax.tree.transpose(
-            jax.tree.structure(gradient), jax.tree.structure((0, 0)), pairs
-        )
+        # Flat, since there may be no matrix at all: none of Muon's, or none in a part of a tree.
+        leaves, tree = jax.tree_util.tree_flatten_with_path(gradient)
+        means = jax.tree.leaves(state.mean)
+        pairs = [leaf(*item, mean) for item, mean in zip(leaves, means, strict=True)]
+        updates, mean = (jax.tree.unflatten(tree, [pair[n] for pair in pairs]) for n in (0, 1))
         return updates, Momentum(count, mean)
 
     def init(params: Any) -> Momentum:
