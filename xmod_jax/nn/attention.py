@@ -224,8 +224,7 @@ def _attend_backward(residuals, do_nNME):
 
     start = jnp.zeros((n, N, E, M), wide)
     dqT_nNEM, (dk_nNbE, dv_nNbE) = _scan(columns, start, (k_nNbE, v_nNbE, kT_nNEb))
-    dtype = q_nNME.dtype
-    return dqT_nNEM.swapaxes(-1, -2).astype(dtype), dk_nNbE.astype(dtype), dv_nNbE.astype(dtype)
+    return dqT_nNEM.swapaxes(-1, -2).astype(q_nNME.dtype), dk_nNbE, dv_nNbE
 
 
 def _scan(body: Callable[..., Any], carry: Any, stacks: Any) -> tuple[Any, Any]:
