@@ -48,7 +48,7 @@ from experiments.suites import (
 )
 from experiments.suites.models import Setting
 from experiments.suites.timing import Rounds, Row
-from xmod_jax import records
+from xmod_jax import storage
 from xmod_jax.config import Compute
 from xmod_jax.errors import UserError
 
@@ -210,11 +210,11 @@ def main() -> None:
         plain = dataclasses.asdict(setting) | {"compute": setting.compute.value}
         results.append({"suite": suite} | plain | {"results": rows})
         if _OUTPUT.value:  # after each context: what is measured is kept
-            records.write_json(
+            storage.write_json(
                 pathlib.Path(_OUTPUT.value), {"device_report": report, "runs": results}
             )
     if _OUTPUT.value and not settings:
-        records.write_json(pathlib.Path(_OUTPUT.value), {"device_report": report, "runs": []})
+        storage.write_json(pathlib.Path(_OUTPUT.value), {"device_report": report, "runs": []})
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pathlib
 import matplotlib
 from matplotlib.figure import Figure
 
-from xmod_jax import records
+from xmod_jax import storage
 
 
 def save(figure: Figure, folder: pathlib.Path, name: str) -> pathlib.Path:
@@ -24,5 +24,5 @@ def save(figure: Figure, folder: pathlib.Path, name: str) -> pathlib.Path:
             content = io.BytesIO()
             figure.savefig(content, format=ending, dpi=160, metadata=metadata)
             path = folder / f"{name}.{ending}"
-            records.write_atomically(path, content.getvalue())
+            storage.write_atomically(path, content.getvalue())
     return path

@@ -25,7 +25,7 @@ from absl import flags
 from tqdm import tqdm
 
 from experiments import cli, law_figures, law_tables
-from xmod_jax import records
+from xmod_jax import storage
 from xmod_jax.errors import UserError
 from xmod_jax.law import bootstrap, sweeps, validate
 from xmod_jax.law import fit as fitting
@@ -225,12 +225,12 @@ def _write(
     written = [folder / "law.json", folder / "predictions.csv"]
     law_file.save(written[0])
     text = law_tables.predictions_csv(predicted, law_file.bootstrap)
-    records.write_atomically(written[1], text.encode())
+    storage.write_atomically(written[1], text.encode())
     table_path = folder / "observations.csv"
     # A user's own file of that name is the input and stays as they wrote it.
     own = _OBSERVATIONS.value and table_path.exists() and table_path.samefile(_OBSERVATIONS.value)
     if not own:
-        records.write_atomically(table_path, obs.to_csv(rows).encode())
+        storage.write_atomically(table_path, obs.to_csv(rows).encode())
         written.append(table_path)
     drawn = law_figures.figures(
         predicted[0].table, law_file.law, _points(predicted), law_file.bootstrap

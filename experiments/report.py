@@ -14,7 +14,7 @@ import pathlib
 from absl import flags
 
 from experiments import cli, report_content, report_data, report_law
-from xmod_jax import records
+from xmod_jax import storage
 from xmod_jax.errors import UserError
 
 _WORKDIR = flags.DEFINE_list("workdir", [], "run or sweep directories, comma-separated")
@@ -33,7 +33,7 @@ def main() -> None:
     sweeps = report_data.load(_WORKDIR.value)
     page = report_content.build(sweeps, report_law.find(folders, _LAW.value))
     # A path that is not UTF-8 is shown with question marks, so that the page is.
-    records.write_atomically(output, page.encode(errors="replace"))
+    storage.write_atomically(output, page.encode(errors="replace"))
     finished = sum(len(configuration.results) for s in sweeps for configuration in s.finished)
     started = sum(len(sweep.runs) for sweep in sweeps)
     told = f"{finished} of {started} runs finished" if finished else report_content.NOTHING

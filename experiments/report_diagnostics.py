@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Mapping
 
 from experiments import tables, trained
-from xmod_jax import records
+from xmod_jax import storage
 from xmod_jax.diagnostics import Diagnostics, Intervals, diagnose, independent_subsets
 from xmod_jax.errors import UserError
 from xmod_jax.records import RunRecord
@@ -60,7 +60,7 @@ def measure(run: RunRecord, sequences: int | None = None) -> tuple[Diagnostics, 
 def write(run: RunRecord, found: Diagnostics, step: int) -> None:
     """Writes diagnostics.json into the run's directory."""
     place = {"hash": run.hash, "step": step, "context_length": run.config.train.context_length}
-    records.write_json(run.directory / FILE, place | found.record())
+    storage.write_json(run.directory / FILE, place | found.record())
 
 
 def read(directory: pathlib.Path) -> Diagnostics | None:
@@ -72,7 +72,7 @@ def read(directory: pathlib.Path) -> Diagnostics | None:
     path = directory / FILE
     if not path.is_file():
         return None
-    stored = records.read_json(path)
+    stored = storage.read_json(path)
     try:
         return Diagnostics.from_record(stored)
     except ValueError as error:

@@ -10,12 +10,12 @@ from typing import Any
 
 from experiments.progress import Display, Progress
 from experiments.registry import Experiment
-from xmod_jax import records
+from xmod_jax import claims, records
 from xmod_jax.config import RunConfig, SparseStart, config_hash
 from xmod_jax.data import sources
 from xmod_jax.errors import UserError
 from xmod_jax.processes import ALONE, Processes
-from xmod_jax.records import RunClaimed, RunRecord, Status
+from xmod_jax.records import RunRecord, Status
 
 Train = Callable[[RunConfig, pathlib.Path, Callable[[Progress], None]], Any]
 
@@ -158,8 +158,8 @@ def train_one(
 
         def begin() -> int:
             try:
-                claim.enter_context(records.claim(directory))
-            except RunClaimed:
+                claim.enter_context(claims.claim(directory))
+            except claims.RunClaimed:
                 return _HELD
             # Looked at under the claim: another worker may just have ended it.
             before = records.status(directory)
@@ -171,7 +171,7 @@ def train_one(
 
         found = processes.from_leader(begin)
         if found == _HELD:
-            raise records.claimed(directory)
+            raise claims.claimed(directory)
         if places[found] is not Status.UNFINISHED:
             return places[found]
         with display.bar(run) as progress, contextlib.suppress(trainer.failure):
@@ -214,7 +214,7 @@ def run_all(
             directory = workdir / run.name
             try:
                 status = train_one(run, directory, trainer, display, retry_failed, processes)
-            except RunClaimed as claimed:
+            except claims.RunClaimed as claimed:
                 outcome.held[run.name] = str(claimed)
                 continue
             ended = True

@@ -29,7 +29,7 @@ from experiments.suites import timing
 from experiments.suites.checks import Check
 from experiments.suites.isolated import Worker
 from experiments.suites.timing import Row
-from xmod_jax import records
+from xmod_jax import storage
 from xmod_jax.config import BACKBONES, Compute
 from xmod_jax.errors import UserError
 
@@ -209,7 +209,7 @@ def main() -> int:
     def keep(rows: list[Row]) -> None:
         if _OUTPUT.value:
             value = {"protocol": _PROTOCOL.value, "device_report": report, "results": rows}
-            records.write_json(pathlib.Path(_OUTPUT.value), value)
+            storage.write_json(pathlib.Path(_OUTPUT.value), value)
 
     rows = _run(checks, fresh, _LIMIT.value or _LIMITS[_PROTOCOL.value], keep)
     _add_ratios(rows)

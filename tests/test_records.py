@@ -1,13 +1,9 @@
 """A run directory survives deaths, full disks and second workers."""
 
 import dataclasses
-import errno
 import json
 import math
-import os
 import pathlib
-import subprocess
-import sys
 import tempfile
 
 import pytest
@@ -15,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.disk import largest_file
-from xmod_jax import accounting, records
+from xmod_jax import accounting, records, storage
 from xmod_jax.config import (
     Backbone,
     ModelConfig,
@@ -79,35 +75,17 @@ def test_another_configuration_is_refused_naming_the_first_difference(tmp_path):
     assert (tmp_path / "config.json").read_bytes() == before
 
 
-def test_a_failed_atomic_write_leaves_the_old_file_and_no_other(tmp_path):
-    records.write_json(tmp_path / "a.json", {"a": 1})
-    with largest_file(8), pytest.raises(OSError):
-        records.write_json(tmp_path / "a.json", {"a": "x" * 100})
-    assert records.read_json(tmp_path / "a.json") == {"a": 1}
-    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
-
-
-def test_what_is_no_file_is_written_into_and_never_replaced(tmp_path):
-    path = tmp_path / "pipe"
-    os.mkfifo(path)
-    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    records.write_atomically(path, b"content")
-    assert os.read(reader, 100) == b"content"
-    os.close(reader)
-    assert path.is_fifo()
-
-
 @given(st.integers(0, 5), st.integers(1, 200))
 def test_a_torn_last_line_is_ignored_and_removed_by_the_next_append(count, cut):
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "train.jsonl"
         for record in step_records(count):
-            records.append(path, record)
+            storage.append(path, record)
         whole = path.read_bytes() if count else b""
         torn = json.dumps({"step": count, "text": "y" * 300}).encode()[:cut]
         path.write_bytes(whole + torn)
         assert records.read_lines(path) == step_records(count)
-        records.append(path, {"step": count})
+        storage.append(path, {"step": count})
         assert records.read_lines(path) == [*step_records(count), {"step": count}]
 
 
@@ -116,7 +94,7 @@ def test_resuming_drops_later_steps_and_repeats_none(count, step, torn):
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "train.jsonl"
         for record in step_records(count):
-            records.append(path, record)
+            storage.append(path, record)
         if torn:
             with path.open("ab") as file:
                 file.write(b'{"step": 9')
@@ -127,9 +105,9 @@ def test_resuming_drops_later_steps_and_repeats_none(count, step, torn):
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_numbers_that_are_not_finite_are_refused_and_nothing_is_written(tmp_path, value):
     path = tmp_path / "train.jsonl"
-    records.append(path, {"step": 0})
+    storage.append(path, {"step": 0})
     with pytest.raises(ValueError):
-        records.append(path, {"step": 1, "deep": [{"loss": value}]})
+        storage.append(path, {"step": 1, "deep": [{"loss": value}]})
     with pytest.raises(ValueError):
         records.mark_done(tmp_path, {"loss": value})
     assert records.read_lines(path) == [{"step": 0}]
@@ -138,12 +116,12 @@ def test_numbers_that_are_not_finite_are_refused_and_nothing_is_written(tmp_path
 
 def test_a_full_disk_leaves_no_part_of_a_record(tmp_path):
     path = tmp_path / "train.jsonl"
-    records.append(path, {"step": 0})
+    storage.append(path, {"step": 0})
     with largest_file(path.stat().st_size + 5), pytest.raises(OSError) as refusal:
-        records.append(path, {"step": 1, "text": "z" * 100})
+        storage.append(path, {"step": 1, "text": "z" * 100})
     assert str(path) in str(refusal.value)
     assert path.read_bytes().endswith(b"\n")
-    records.append(path, {"step": 1})
+    storage.append(path, {"step": 1})
     assert records.read_lines(path) == [{"step": 0}, {"step": 1}]
 
 
@@ -165,50 +143,11 @@ def test_status_follows_the_marks(tmp_path):
     assert records.status(tmp_path) is records.Status.DONE
 
 
-def test_a_claim_excludes_a_second_one_and_ends_with_its_block(tmp_path):
-    with records.claim(tmp_path):
-        with pytest.raises(records.RunClaimed, match=r"process \d+"), records.claim(tmp_path):
-            pass
-        other = subprocess.run([sys.executable, "-c", CLAIM, tmp_path], capture_output=True)
-        assert other.returncode == 1 and b"RunClaimed" in other.stderr
-    with records.claim(tmp_path):
-        pass
-
-
-CLAIM = """
-import sys, time
-from xmod_jax import records
-with records.claim(sys.argv[1]):
-    print("held", flush=True)
-    time.sleep(60)
-"""
-
-
-def test_a_file_system_without_locks_is_one_line(tmp_path, monkeypatch):
-    def refuse(*_):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(records.fcntl, "flock", refuse)
-    with pytest.raises(UserError, match="has no locks"), records.claim(tmp_path):
-        pass
-
-
-def test_kill_9_releases_the_claim(tmp_path):
-    worker = subprocess.Popen([sys.executable, "-c", CLAIM, tmp_path], stdout=subprocess.PIPE)
-    assert worker.stdout is not None and worker.stdout.readline() == b"held\n"
-    with pytest.raises(records.RunClaimed), records.claim(tmp_path):
-        pass
-    worker.kill()
-    worker.communicate()
-    with records.claim(tmp_path):
-        pass
-
-
 def test_only_a_finished_run_has_a_final_evaluation(tmp_path):
     records.prepare(tmp_path, CONFIG)
-    records.append(tmp_path / records.EVAL, {"step": 4, "loss_calibrated": 2.0})
-    records.append(tmp_path / records.EVAL, {"step": 8, "loss_calibrated": 1.0})
-    records.append(tmp_path / records.TRAIN, {"step": 1, "loss": 3.0})
+    storage.append(tmp_path / records.EVAL, {"step": 4, "loss_calibrated": 2.0})
+    storage.append(tmp_path / records.EVAL, {"step": 8, "loss_calibrated": 1.0})
+    storage.append(tmp_path / records.TRAIN, {"step": 1, "loss": 3.0})
     run = records.RunRecord.load(tmp_path)
     assert run.final is None
     assert [record["step"] for record in run.evals] == [4, 8]
@@ -318,14 +257,6 @@ def test_any_value_of_another_kind_in_any_file_is_one_line(tmp_path):
     _read_all(tmp_path)
 
 
-def test_a_failed_write_names_the_path_that_was_asked_for(tmp_path):
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(OSError) as failure:
-        records.write_json(tmp_path / "folder", {})
-    assert failure.value.filename == str(tmp_path / "folder")
-    assert list(tmp_path.iterdir()) == [tmp_path / "folder"]
-
-
 def test_runs_are_found_in_run_and_sweep_folders_each_once(tmp_path):
     for name in ("a", "b"):
         records.prepare(tmp_path / name, CONFIG)
@@ -341,7 +272,7 @@ def test_a_path_that_is_no_run_is_named(tmp_path):
         with pytest.raises(UserError, match=why) as refusal:
             records.find_runs([path])
         assert str(path) in str(refusal.value)
-    records.write_json(tmp_path / records.SWEEP, {})
+    storage.write_json(tmp_path / records.SWEEP, {})
     with pytest.raises(UserError, match="no run yet"):
         records.find_runs([tmp_path])
 

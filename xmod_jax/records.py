@@ -6,7 +6,7 @@ A run directory holds
 - ``train.jsonl``, ``eval.jsonl``: one JSON object a line, append-only, in order of ``step``;
 - ``checkpoints/``;
 - ``DONE`` or ``FAILED``: JSON with the final evaluation or the reason;
-- ``.lock``: held by the worker that trains the run (see `claim`).
+- ``.lock``: held by the worker that trains the run (see `claims.claim`).
 
 A process may die at any instruction: whole files are replaced atomically, and a torn last line of a
 JSON-lines file is ignored by readers and removed by the next writer. Records hold finite numbers
@@ -15,22 +15,18 @@ only; writing or reading NaN or infinity raises.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import enum
-import fcntl
 import functools
 import json
-import math
-import os
 import pathlib
-import socket
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from xmod_jax import accounting
+from xmod_jax import accounting, storage
 from xmod_jax.config import RunConfig, config_hash, from_dict, to_dict
 from xmod_jax.errors import UserError
+from xmod_jax.storage import Path
 
 CONFIG = "config.json"
 TRAIN = "train.jsonl"
@@ -38,7 +34,6 @@ EVAL = "eval.jsonl"
 CHECKPOINTS = "checkpoints"
 DONE = "DONE"
 FAILED = "FAILED"
-LOCK = ".lock"
 SWEEP = "sweep.json"
 _LABELS = ("scale",)  # of a record; all else in it are numbers
 # What every evaluation holds as numbers, the first two above 0.
@@ -48,7 +43,6 @@ _ACCOUNTED = ("n_act", "total_params", "phi_ratio", "hardware_flops_per_token")
 # The fields that `config_hash` covers: the others are labels.
 _HASHED = ("model", "train", "data", "start")
 
-Path = str | os.PathLike[str]
 Record = dict[str, Any]
 
 
@@ -58,141 +52,6 @@ class Status(enum.StrEnum):
     UNFINISHED = "unfinished"
     DONE = "done"
     FAILED = "failed"
-
-
-class RunClaimed(UserError):
-    """Another worker holds the run."""
-
-
-def _encode(value: Mapping[str, Any], indent: int | None = None) -> bytes:
-    """One JSON object and a line feed; ValueError for a number that is not finite."""
-    return (json.dumps(value, allow_nan=False, indent=indent) + "\n").encode()
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Replaces `path` so that a reader or a crash sees the old content or the new, never a part.
-
-    Temporary file, fsync, rename; makes the folder if needed. What is no file, such as a device or
-    a pipe, is written into and never replaced.
-
-    Raises:
-      OSError: the disk; a file that was there stays as it was.
-    """
-    path = pathlib.Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and not path.is_file() and not path.is_dir():
-        path.write_bytes(content)
-        return
-    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(path)
-    except BaseException as error:
-        temporary.unlink(missing_ok=True)
-        # A failed write names no file by itself, a failed opening one that the user never gave.
-        if isinstance(error, OSError) and error.filename in (None, os.fspath(temporary)):
-            error.filename = os.fspath(path)
-        raise
-    sync(path.parent)  # the rename itself is on disk only once the folder is
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Writes one JSON object by `write_atomically`; ValueError for a number that is not finite."""
-    write_atomically(path, _encode(value, indent=1))
-
-
-def parse_json(text: str | bytes) -> Any:
-    """A JSON value whose numbers are finite, also as floats.
-
-    Raises:
-      ValueError: it is not that; also for lists in lists too deep for Python, and bytes not UTF-8.
-    """
-    try:
-        return json.loads(text, parse_constant=_finite, parse_float=_finite, parse_int=_whole)
-    except RecursionError as error:
-        raise ValueError("its values are nested too deep") from error
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text} is not a finite number")
-    return value
-
-
-def _whole(text: str) -> int:
-    _finite(text)
-    return int(text)
-
-
-def read_json(path: Path) -> Record:
-    """Reads one JSON object.
-
-    Raises:
-      UserError: missing, or not a JSON object of finite numbers.
-    """
-    try:
-        value = parse_json(pathlib.Path(path).read_bytes())
-    except FileNotFoundError as error:
-        raise UserError(f"{path}: no such file") from error
-    except ValueError as error:
-        raise UserError(f"{path}: not a JSON object: {error}") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: not a JSON object")
-    return value
-
-
-def append(path: Path, record: Mapping[str, Any]) -> None:
-    """Appends one record as a line of a JSON-lines file, whole or not at all.
-
-    A torn last line, left by a process that died, is removed first. When the disk is full the file
-    is cut back to what it held.
-
-    Raises:
-      ValueError: a number that is not finite; nothing is written.
-      OSError: the disk.
-    """
-    line = _encode(record)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        end = _end_of_lines(descriptor)
-        os.ftruncate(descriptor, end)
-        try:
-            written = 0
-            while written < len(line):
-                written += os.pwrite(descriptor, line[written:], end + written)
-        except OSError as error:
-            os.ftruncate(descriptor, end)
-            error.filename = os.fspath(path)
-            raise
-    finally:
-        os.close(descriptor)
-
-
-def _end_of_lines(descriptor: int) -> int:
-    """Offset just after the last line feed of a file."""
-    end = os.fstat(descriptor).st_size
-    while end:
-        start = max(0, end - 4096)
-        position = os.pread(descriptor, end - start, start).rfind(b"\n")
-        if position >= 0:
-            return start + position + 1
-        end = start
-    return 0
-
-
-def sync(path: Path) -> None:
-    """Forces a file's content, or a folder's names, to disk; nothing where there is none."""
-    if not os.path.exists(path):
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def read_lines(path: Path) -> list[Record]:
@@ -210,7 +69,7 @@ def read_lines(path: Path) -> list[Record]:
     # What follows the last line feed is torn, or empty.
     for number, line in enumerate(content.split(b"\n")[:-1], 1):
         try:
-            record = parse_json(line)
+            record = storage.parse_json(line)
         except ValueError as error:
             raise UserError(f"{path}: line {number} is not JSON: {error}") from error
         if trouble := _not_a_record(record):
@@ -261,7 +120,7 @@ def truncate_after(path: Path, step: int) -> None:
     path = pathlib.Path(path)
     if path.exists():
         kept = [record for record in read_lines(path) if record["step"] <= step]
-        write_atomically(path, b"".join(_encode(record) for record in kept))
+        storage.write_atomically(path, b"".join(storage.encode(record) for record in kept))
 
 
 def prepare(directory: Path, config: RunConfig) -> None:
@@ -276,7 +135,7 @@ def prepare(directory: Path, config: RunConfig) -> None:
     if not (directory / CONFIG).exists():
         summary = accounting.summary(config.model, config.train.context_length)
         content = {"hash": config_hash(config), "config": to_dict(config), "accounting": summary}
-        write_json(directory / CONFIG, content)
+        storage.write_json(directory / CONFIG, content)
 
 
 def check_same_run(directory: Path, config: RunConfig) -> None:
@@ -288,7 +147,7 @@ def check_same_run(directory: Path, config: RunConfig) -> None:
     path = pathlib.Path(directory) / CONFIG
     if not path.exists():
         return
-    stored = read_json(path)
+    stored = storage.read_json(path)
     if stored.get("hash") == config_hash(config):
         return
     ours = to_dict(config)
@@ -323,12 +182,12 @@ def first_difference(theirs: Any, ours: Any, where: str = "") -> str | None:
 
 def mark_done(directory: Path, final: Mapping[str, Any]) -> None:
     """Marks the run finished; `final` is its last evaluation record."""
-    write_json(pathlib.Path(directory) / DONE, {"final": dict(final)})
+    storage.write_json(pathlib.Path(directory) / DONE, {"final": dict(final)})
 
 
 def mark_failed(directory: Path, reason: str, **details: Any) -> None:
     """Marks the run failed: `reason` in one line; `details` as JSON values (step, checkpoint)."""
-    write_json(pathlib.Path(directory) / FAILED, {"reason": reason, **details})
+    storage.write_json(pathlib.Path(directory) / FAILED, {"reason": reason, **details})
 
 
 def clear_failed(directory: Path) -> None:
@@ -346,52 +205,7 @@ def status(directory: Path) -> Status:
 
 def failure(directory: Path) -> str:
     """Why the run failed, in one line."""
-    return str(read_json(pathlib.Path(directory) / FAILED).get("reason", "unknown reason"))
-
-
-@contextlib.contextmanager
-def claim(directory: Path, wait: bool = False) -> Iterator[None]:
-    """Holds a run for this worker while the block runs; no two workers can.
-
-    Args:
-      directory: what is held.
-      wait: for another worker that holds it, instead of `RunClaimed`.
-
-    The claim is a kernel lock (flock) on ``.lock``: it ends with the process however that dies,
-    also by kill -9, and a left-over lock file means nothing. A child made by fork alone shares the
-    lock as long as it lives. On NFS Linux passes the lock to the server, so claims hold between
-    nodes unless the mount says ``nolock`` or ``local_lock=flock``; there, give every node its own
-    ``--shard``.
-
-    Raises:
-      RunClaimed: another worker holds it; names host and process.
-    """
-    directory = pathlib.Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    # Never unlinked: a worker could lock the removed file while another locks a new one.
-    with (directory / LOCK).open("a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError as error:
-            raise claimed(directory) from error
-        except OSError as error:  # such as ENOLCK or ENOTSUP
-            raise UserError(
-                f"{directory}: its file system has no locks (flock: {error.strerror}): mount it "
-                "with them, or choose another folder"
-            ) from error
-        file.truncate(0)
-        file.write(f"{socket.gethostname()} process {os.getpid()}\n")
-        file.flush()
-        yield
-
-
-def claimed(directory: Path) -> RunClaimed:
-    """What a worker is told that finds the run in another's hands."""
-    holder = (pathlib.Path(directory) / LOCK).read_text(encoding="utf-8").strip()
-    return RunClaimed(
-        f"{directory} is being trained by {holder or 'another worker'}: wait for it, or choose "
-        "another run"
-    )
+    return str(storage.read_json(pathlib.Path(directory) / FAILED).get("reason", "unknown reason"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -421,7 +235,7 @@ class RunRecord:
         path = directory / CONFIG
         if not path.is_file():
             raise UserError(f"{directory}: not a run directory: it has no {CONFIG}")
-        stored = read_json(path)
+        stored = storage.read_json(path)
         try:
             config = from_dict(RunConfig, stored["config"])
             accounted, identity = stored["accounting"], stored["hash"]
@@ -462,7 +276,7 @@ class RunRecord:
         if self.status is not Status.DONE:
             return None
         path = self.directory / DONE
-        final: Any = read_json(path).get("final")
+        final: Any = storage.read_json(path).get("final")
         if trouble := _not_a_record(final) or _not_an_evaluation(final):
             raise UserError(
                 f"{path}: its final evaluation {trouble}: remove {DONE} and start the run again"
@@ -488,7 +302,7 @@ class SweepRecord:
 
     def write(self, workdir: Path) -> None:
         """Writes sweep.json."""
-        write_json(pathlib.Path(workdir) / SWEEP, dataclasses.asdict(self))
+        storage.write_json(pathlib.Path(workdir) / SWEEP, dataclasses.asdict(self))
 
     @classmethod
     def find(cls, workdir: Path) -> SweepRecord | None:
@@ -500,7 +314,7 @@ class SweepRecord:
         path = pathlib.Path(workdir) / SWEEP
         if not path.is_file():
             return None
-        stored = read_json(path)
+        stored = storage.read_json(path)
         try:
             return from_dict(cls, stored)
         except ValueError as error:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tests.data.corpora import BYTES, END, corpus, prepared
 from tests.experiments.commands import ROOT, run_command
 from tests.training import small
-from xmod_jax import records
+from xmod_jax import claims, records
 from xmod_jax.config import Compute, DataConfig
 from xmod_jax.data import documents, pipeline, preparation, sources
 from xmod_jax.data.preparation import prepare
@@ -167,7 +167,7 @@ def test_a_second_process_waits_for_the_first_and_uses_what_it_made(tmp_path):
     found = documents.find([str(tmp_path / "texts")], None)
     output = tmp_path / "out"
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        with records.claim(output):
+        with claims.claim(output):
             second = pool.submit(prepare, found, output, BYTES, 1)
             assert not concurrent.futures.wait([second], timeout=1).done
         made = second.result(timeout=120)
@@ -250,7 +250,7 @@ def die_at(function):
 preparation.ShardWriter.add = die_at(preparation.ShardWriter.add)
 preparation.ShardWriter.close = die_at(preparation.ShardWriter.close)
 preparation._write_heldout = die_at(preparation._write_heldout)
-preparation.records.write_json = die_at(preparation.records.write_json)
+preparation.storage.write_json = die_at(preparation.storage.write_json)
 preparation.shutil.rmtree = die_at(preparation.shutil.rmtree)
 settings = preparation.Settings(
     "bytes", heldout_share=0.2, reading=documents.Reading(unit="line"))

@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 from experiments.runner import Trainer
-from xmod_jax import accounting, records
+from xmod_jax import accounting, records, storage
 
 
 @dataclasses.dataclass
@@ -50,8 +50,8 @@ def fake_train(config, directory, progress):
     done = len(records.read_lines(directory / records.TRAIN))
     for step in range(done + 1, 4):
         progress(FakeProgress(step, 3, config.train.tokens * step // 3, loss_of(config)))
-        records.append(directory / records.TRAIN, {"step": step, "tokens_per_s": 1e5})
-    records.append(directory / records.EVAL, final_record(config))
+        storage.append(directory / records.TRAIN, {"step": step, "tokens_per_s": 1e5})
+    storage.append(directory / records.EVAL, final_record(config))
     records.mark_done(directory, final_record(config))
 
 

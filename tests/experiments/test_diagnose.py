@@ -12,7 +12,7 @@ import pytest
 from experiments import diagnostics_figure, report_diagnostics
 from tests.experiments.commands import run_command
 from tests.training import small
-from xmod_jax import records
+from xmod_jax import claims, records
 from xmod_jax.diagnostics import Diagnostics, Intervals, independent_subsets
 from xmod_jax.errors import UserError
 from xmod_jax.records import RunRecord
@@ -24,7 +24,7 @@ def trained(tmp_path_factory):
     """A sweep directory with one trained X-MoD run."""
     root = tmp_path_factory.mktemp("sweep")
     config = dataclasses.replace(small.run(steps=2, eval_every=0), name="xmod_a1k4")
-    with records.claim(root / config.name):
+    with claims.claim(root / config.name):
         loop.train(config, root / config.name, lambda progress: None)
     return root
 
@@ -61,7 +61,7 @@ def test_a_run_in_training_is_measured_and_left_alone(trained):
     damaged = run.directory / records.CHECKPOINTS / "99"
     damaged.mkdir()
     before = sorted(run.directory.rglob("*"))
-    with records.claim(run.directory):
+    with claims.claim(run.directory):
         _, step = report_diagnostics.measure(run)
     assert step == run.config.train.steps
     assert sorted(run.directory.rglob("*")) == before

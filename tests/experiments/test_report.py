@@ -20,7 +20,7 @@ from experiments.progress import Display
 from tests.experiments.commands import ROOT, run_command
 from tests.experiments.fake_training import loss_of, trainer
 from tests.law.sweep_directories import MINI_LAW, write_sweeps
-from xmod_jax import records
+from xmod_jax import records, storage
 from xmod_jax.diagnostics import Diagnostics, Intervals
 from xmod_jax.errors import UserError
 from xmod_jax.law.terms import LawFile
@@ -130,7 +130,7 @@ def test_one_run_is_enough(tmp_path):
 def test_without_a_finished_run_one_line_says_so(tmp_path):
     experiment = registry.get("k_sweep_32k", "mini")
     records.prepare(tmp_path / "dense", experiment.run("dense"))
-    records.append(tmp_path / "dense" / records.TRAIN, {"step": 7, "tokens": 7, "loss": 3.0})
+    storage.append(tmp_path / "dense" / records.TRAIN, {"step": 7, "tokens": 7, "loss": 3.0})
     text = _text(_page(str(tmp_path)))
     assert text.count(report_content.NOTHING) == 1
     assert f"dense: unfinished, step 7 of {experiment.run('dense').train.steps}" in text
@@ -189,7 +189,7 @@ def test_law_and_diagnostics_are_shown_where_they_are(tmp_path):
     counts = (5, 3, 2)
     passes = (Intervals(2, 4, 0.5, 0.25, counts),)
     record = Diagnostics(2, 10, passes, passes, 0.9).record()
-    records.write_json(tmp_path / "k_sweep_2k" / "xmod_a1k2" / "diagnostics.json", record)
+    storage.write_json(tmp_path / "k_sweep_2k" / "xmod_a1k2" / "diagnostics.json", record)
     page = _page(*folders, laws=[law])
     assert "Scaling law" in page and "0.99" in page
     assert any("Predicted against observed" in title for title in _titles(page))

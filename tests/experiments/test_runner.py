@@ -11,7 +11,7 @@ from experiments import registry, runner
 from experiments.progress import Display
 from experiments.runner import Trainer, choose_workdir, run_all, write_sweep
 from tests.experiments.fake_training import FakeFailure, FakeProgress, fake_train, trainer
-from xmod_jax import records
+from xmod_jax import claims, records, storage
 from xmod_jax.errors import UserError
 from xmod_jax.records import Status
 
@@ -35,7 +35,7 @@ def test_every_run_is_trained_once_and_a_second_start_repeats_none(tmp_path):
 def test_an_interrupted_run_resumes_where_it_stopped(tmp_path):
     def interrupted(config, directory, progress):
         if config.name == NAMES[1]:
-            records.append(directory / records.TRAIN, {"step": 1, "tokens_per_s": 1e5})
+            storage.append(directory / records.TRAIN, {"step": 1, "tokens_per_s": 1e5})
             raise KeyboardInterrupt
         fake_train(config, directory, progress)
 
@@ -85,7 +85,7 @@ def test_a_run_that_fails_again_is_tried_once_per_start(tmp_path):
 
 
 def test_a_run_of_another_worker_is_left_to_it_and_named(tmp_path):
-    with records.claim(tmp_path / NAMES[2]):
+    with claims.claim(tmp_path / NAMES[2]):
         outcome = sweep(tmp_path, trainer())
     assert list(outcome.held) == [NAMES[2]]
     assert "process" in outcome.held[NAMES[2]]
@@ -94,7 +94,7 @@ def test_a_run_of_another_worker_is_left_to_it_and_named(tmp_path):
 
 
 def test_a_run_released_meanwhile_is_taken_over(tmp_path):
-    claim = records.claim(tmp_path / NAMES[0])
+    claim = claims.claim(tmp_path / NAMES[0])
     claim.__enter__()
     seen: list[str] = []
 
@@ -180,7 +180,7 @@ def test_a_work_directory_of_something_else_is_refused_in_one_line(tmp_path):
 
 def test_sweep_json_names_every_run_with_its_hash(tmp_path):
     write_sweep(EXPERIMENT, tmp_path / "deep" / "sweep")
-    content = records.read_json(tmp_path / "deep" / "sweep" / records.SWEEP)
+    content = storage.read_json(tmp_path / "deep" / "sweep" / records.SWEEP)
     assert (content["experiment"], content["scale"]) == ("k_sweep_32k", "mini")
     assert [run["name"] for run in content["runs"]] == NAMES
     assert len({run["hash"] for run in content["runs"]}) == len(NAMES)

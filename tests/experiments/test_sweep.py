@@ -7,7 +7,7 @@ import pytest
 from experiments import estimate, planning, registry
 from tests.experiments.commands import run_command
 from tests.experiments.fake_training import final_record
-from xmod_jax import records
+from xmod_jax import records, storage
 from xmod_jax.config import Start
 from xmod_jax.errors import UserError
 
@@ -117,7 +117,7 @@ def test_the_estimate_follows_recorded_speed(tmp_path):
     directory = tmp_path / run.name
     records.prepare(directory, run)
     for step, speed in enumerate((10.0, 1000.0, 1000.0), 1):
-        records.append(directory / records.TRAIN, {"step": step, "tokens_per_s": speed})
+        storage.append(directory / records.TRAIN, {"step": step, "tokens_per_s": speed})
     record = records.RunRecord.load(directory)
     rate = estimate.recorded_rate([record])
     assert rate == 1000 * record.accounting["hardware_flops_per_token"]

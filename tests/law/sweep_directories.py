@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Iterable
 
 from experiments import registry
-from xmod_jax import accounting, records
+from xmod_jax import accounting, records, storage
 from xmod_jax.config import RunConfig
 from xmod_jax.law.terms import Law
 
@@ -44,7 +44,7 @@ def write_run(
     """Makes a finished run directory."""
     records.prepare(directory, config)
     record = final_record(config, law, shift)
-    records.append(directory / records.EVAL, record)
+    storage.append(directory / records.EVAL, record)
     records.mark_done(directory, record)
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from experiments import registry
 from tests.law.sweep_directories import MINI_LAW, SWEEPS, write_run, write_sweeps
-from xmod_jax import records
+from xmod_jax import records, storage
 from xmod_jax.errors import UserError
 from xmod_jax.law.fit import fit
 from xmod_jax.law.observations import Table, observe
@@ -98,7 +98,7 @@ def test_a_missing_loss_names_the_run(tmp_path):
     dense = _runs()[0]
     records.prepare(tmp_path / "old", dense)
     record = {"step": 1, "flops": 1e9, "tokens": 10, "loss_topk": 2.0, "loss_threshold": 2.0}
-    records.append(tmp_path / "old" / records.EVAL, record)
+    storage.append(tmp_path / "old" / records.EVAL, record)
     records.mark_done(tmp_path / "old", record)
     message = _refusal(lambda: collect([tmp_path]))
     assert "old" in message and "loss_calibrated" in message

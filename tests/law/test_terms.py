@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from tests.law.grid import TABLE8, parameters
-from xmod_jax import records
+from xmod_jax import storage
 from xmod_jax.errors import UserError
 from xmod_jax.hierarchy import Hierarchy
 from xmod_jax.law import terms
@@ -116,7 +116,7 @@ def test_failed_write_leaves_the_old_file_whole(tmp_path, monkeypatch):
     def full(_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(records.os, "fsync", full)
+    monkeypatch.setattr(storage.os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
         LawFile.paper().save(path)
     assert path.read_text() == before

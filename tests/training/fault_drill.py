@@ -26,7 +26,7 @@ from collections.abc import Callable
 
 from tests.devices import ROOT, coordinator, environment
 from tests.training import small
-from xmod_jax import records
+from xmod_jax import records, storage
 
 _GRACE_S = 15  # for whoever is left of a killed run; then it is killed as well
 _LIMIT_S = 900  # for a whole run, on however busy a machine
@@ -159,7 +159,7 @@ def _uninterrupted(folder: pathlib.Path, cache: pathlib.Path) -> tuple[pathlib.P
             statuses = Pair(whole, cache).end(_LIMIT_S)
             if statuses != [0, 0]:
                 raise SystemExit(f"the uninterrupted run ended with {statuses}: {whole.parent}")
-        records.write_json(seconds, {"seconds": time.monotonic() - began})
+        storage.write_json(seconds, {"seconds": time.monotonic() - began})
     return whole, json.loads(seconds.read_text())["seconds"]
 
 

@@ -24,7 +24,7 @@ import numpy as np
 from absl import logging
 from array_record.python import array_record_module
 
-from xmod_jax import records
+from xmod_jax import claims, storage
 from xmod_jax.data.documents import TFDS, Documents, Reading, Source, digest, is_heldout
 from xmod_jax.data.shards import (
     MANIFEST,
@@ -124,10 +124,10 @@ def _claimed(output: pathlib.Path) -> Iterator[None]:
     """Holds the directory; waits for another process that prepares it."""
     with contextlib.ExitStack() as held:
         try:
-            held.enter_context(records.claim(output))
-        except records.RunClaimed:
+            held.enter_context(claims.claim(output))
+        except claims.RunClaimed:
             logging.warning("%s is being prepared by another process: waiting for it", output)
-            held.enter_context(records.claim(output, wait=True))
+            held.enter_context(claims.claim(output, wait=True))
         yield
 
 
@@ -136,12 +136,12 @@ def _check_output(output: pathlib.Path, sources: Sequence[Source], settings: Set
     if output.exists() and not output.is_dir():
         raise UserError(f"{output} is a file: choose a folder")
     if not (output / SETTINGS).exists():
-        if output.exists() and any(p.name != records.LOCK for p in output.iterdir()):
+        if output.exists() and any(p.name != claims.LOCK for p in output.iterdir()):
             raise UserError(f"{output} holds other files: choose a new or empty folder")
         return
     if not _begun(output):
         return
-    theirs = records.read_json(output / SETTINGS)
+    theirs = storage.read_json(output / SETTINGS)
     for name, ours in _identity(sources, settings).items():
         if theirs.get(name) != ours:
             what = "other inputs, or inputs that changed" if name == "sources" else f"other {name}"
@@ -168,7 +168,7 @@ def _bind(output: pathlib.Path, sources: Sequence[Source], settings: Settings) -
     if not _begun(output):
         for old in output.glob("train-*.arrayrecord"):  # of a unit that died before its note
             old.unlink()
-        records.write_json(output / SETTINGS, _identity(sources, settings))
+        storage.write_json(output / SETTINGS, _identity(sources, settings))
 
 
 def _units(sources: Sequence[Source]) -> list[list[Source]]:
@@ -291,7 +291,7 @@ def _unit(
         raise
     held_out = _write_heldout(output, index, heldout)
     note = {"shard": dataclasses.asdict(shard), "heldout": held_out, "sources": counts}
-    records.write_json(_note(output, index), note)
+    storage.write_json(_note(output, index), note)
 
 
 def _batches(documents: Documents) -> Iterator[list[str]]:
@@ -344,12 +344,12 @@ def _write_heldout(
             for _, ids in heldout:
                 writer.write(ids.astype("<u4").tobytes())
             writer.close()
-        records.sync(temporary)
+        storage.sync(temporary)
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
     temporary.rename(path)
-    records.sync(path.parent)
+    storage.sync(path.parent)
     return [key.hex() for key, _ in heldout]
 
 
@@ -357,7 +357,7 @@ def _finish(
     units: Sequence[list[Source]], output: pathlib.Path, settings: Settings, tokenizer: Tokenizer
 ) -> Manifest:
     """Merges the held-out documents and writes the manifest."""
-    notes = [records.read_json(_note(output, i)) for i in range(len(units))]
+    notes = [storage.read_json(_note(output, i)) for i in range(len(units))]
     train = tuple(Shard(**note["shard"]) for note in notes)
     heldout = _merge_heldout(output, notes, tokenizer.vocab_size)
     documents = sum(shard.documents for shard in train)

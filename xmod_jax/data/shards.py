@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from array_record.python import array_record_module
 
-from xmod_jax import records
+from xmod_jax import storage
 from xmod_jax.errors import UserError
 
 MANIFEST = "manifest.json"
@@ -81,7 +81,7 @@ class Manifest:
 
     def write(self, directory: pathlib.Path) -> None:
         """Writes manifest.json: from now on the directory is prepared."""
-        records.write_json(directory / MANIFEST, {"version": _VERSION} | dataclasses.asdict(self))
+        storage.write_json(directory / MANIFEST, {"version": _VERSION} | dataclasses.asdict(self))
 
     @classmethod
     def read(cls, directory: pathlib.Path) -> Manifest:
@@ -91,7 +91,7 @@ class Manifest:
           UserError: there is none, or it is not a manifest of this version.
         """
         path = directory / MANIFEST
-        content = records.read_json(path)
+        content = storage.read_json(path)
         try:
             if content.pop("version") != _VERSION:
                 raise ValueError(f"not of version {_VERSION}")
@@ -166,10 +166,10 @@ class ShardWriter:
         if reader.num_records() != self._records:
             raise OSError(f"{self._path}: the disk kept {reader.num_records()} of the records")
         reader.close()
-        records.sync(self._temporary)
+        storage.sync(self._temporary)
         size = self._temporary.stat().st_size
         self._temporary.rename(self._path)
-        records.sync(self._path.parent)  # before any note says that it is there
+        storage.sync(self._path.parent)  # before any note says that it is there
         digest = self._hash.hexdigest()
         return Shard(self._path.name, self._tokens, self._documents, size, digest)
 

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from xmod_jax import records
+from xmod_jax import storage
 from xmod_jax.config import Backbone, Compute, ModelConfig, MoE, Scores
 from xmod_jax.errors import UserError
 from xmod_jax.exchange import tensors
@@ -234,7 +234,7 @@ def _order(name: str) -> tuple[bool, list[tuple[bool, int, str]]]:
 
 def _describe(path: pathlib.Path, compute: Compute) -> _Described:
     """Our configuration from theirs."""
-    said = records.read_json(path)
+    said = storage.read_json(path)
     architectures = said.get("architectures")
     if architectures not in ([DENSE], [EXPERTS]):
         known = f"{DENSE} and {EXPERTS}"

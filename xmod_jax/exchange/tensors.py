@@ -18,7 +18,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from xmod_jax import records
+from xmod_jax import storage
 from xmod_jax.errors import UserError
 
 SINGLE = "model.safetensors"
@@ -102,7 +102,7 @@ class TensorFolder:
                     "are not read"
                 )
             return [self._folder / SINGLE]
-        weight_map = records.read_json(index).get("weight_map")
+        weight_map = storage.read_json(index).get("weight_map")
         names = list(weight_map.values()) if isinstance(weight_map, dict) else [None]
         if not all(isinstance(name, str) and pathlib.Path(name).name == name for name in names):
             raise UserError(f"{index}: its weight_map does not name files of this folder")
@@ -200,9 +200,9 @@ def replacing(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     try:
         yield temporary
         for path in (*temporary.rglob("*"), temporary):
-            records.sync(path)
+            storage.sync(path)
         temporary.rename(folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    records.sync(folder.parent)
+    storage.sync(folder.parent)

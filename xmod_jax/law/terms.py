@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import special
 
-from xmod_jax import records
+from xmod_jax import storage
 from xmod_jax.config import from_dict
 from xmod_jax.errors import UserError
 
@@ -274,7 +274,7 @@ class LawFile:
         record = dataclasses.asdict(dataclasses.replace(self, bootstrap=None))
         record = record.pop("law") | record
         record["bootstrap"] = self.bootstrap.record() if self.bootstrap else None
-        records.write_json(path, record)
+        storage.write_json(path, record)
 
     @classmethod
     def load(cls, path: pathlib.Path) -> LawFile:
@@ -283,7 +283,7 @@ class LawFile:
         Raises:
           UserError: no such file, not JSON, or a coefficient missing or impossible.
         """
-        record = records.read_json(path)
+        record = storage.read_json(path)
         missing = [name for name in COEFFICIENTS if name not in record]
         if missing:
             raise UserError(f"{path}: not a law.json: missing {', '.join(missing)}")

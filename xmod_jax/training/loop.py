@@ -18,7 +18,7 @@ from absl import logging
 from jax.sharding import Mesh
 from tensorboardX import SummaryWriter
 
-from xmod_jax import accounting, records, sharding
+from xmod_jax import accounting, records, sharding, storage
 from xmod_jax.config import RunConfig
 from xmod_jax.data import pipeline, sources
 from xmod_jax.errors import UserError
@@ -272,7 +272,7 @@ class _Run:
     def _sync_records(self) -> None:
         """A checkpoint must never outlive the records before it."""
         for name in (records.TRAIN, records.EVAL):
-            records.sync(self.directory / name)
+            storage.sync(self.directory / name)
 
     def _due(self, step: int, every: int) -> bool:
         return step == self.train.steps or (every > 0 and step % every == 0)
@@ -317,7 +317,7 @@ class _Run:
             "flops": tokens * self.flops,
             "hardware_flops": tokens * self.hardware_flops,
         }
-        records.append(self.directory / name, place | values)
+        storage.append(self.directory / name, place | values)
         kind = pathlib.Path(name).stem
         for key, value in values.items():
             if isinstance(value, float):
