@@ -16,6 +16,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["XLA_FLAGS"] = (
         os.environ.get("XLA_FLAGS", "")
         + " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+        + " --xla_cpu_use_fusion_emitters=false"
     )
     _CACHE = tempfile.mkdtemp(prefix="xmod_jax_tests_")
     atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)

@@ -18,11 +18,20 @@ def test_products_and_sums_stay_out_of_the_other_library():
     assert "ynn_fusion" not in text(compilation.jit)
 
 
-def test_an_option_that_this_xla_does_not_know_is_left_out(monkeypatch):
-    monkeypatch.setattr(compilation, "_LEAST", {"xla_cpu_no_such_option": "X"})
+@pytest.fixture
+def fresh_settings():
     compilation._cpu_settings.cache_clear()
-    try:
-        assert compilation._cpu_settings() == compilation._QUICK
-        assert compilation.jit(lambda x: x + 1)(1) == 2
-    finally:
-        compilation._cpu_settings.cache_clear()
+    yield
+    compilation._cpu_settings.cache_clear()
+
+
+def test_an_option_that_this_xla_does_not_know_is_left_out(monkeypatch, fresh_settings):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    monkeypatch.setattr(compilation, "_LEAST", {"xla_cpu_no_such_option": "X"})
+    assert compilation._cpu_settings() == compilation._QUICK
+    assert compilation.jit(lambda x: x + 1)(1) == 2
+
+
+def test_what_the_user_set_in_xla_flags_stays(monkeypatch, fresh_settings):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=3 --other=1")
+    assert set(compilation._cpu_settings()) == set(compilation._LEAST)

@@ -120,7 +120,7 @@ def test_first_adamw_update_has_the_size_of_the_rate_and_no_nesterov(matrices):
     tree = model()
     made = make_optimizer(config, 10)
     gradient = jax.tree.map(jnp.ones_like, tree)
-    updates, _ = made.update(gradient, made.init(tree), tree)
+    updates, _ = jax.jit(made.update)(gradient, jax.jit(made.init)(tree), tree)
     of_adamw = labels(tree, matrices)
     for update, label in zip(jax.tree.leaves(updates), jax.tree.leaves(of_adamw), strict=True):
         if label == "adamw":

@@ -20,6 +20,8 @@ from xmod_jax.training.step import (
     make_step,
 )
 
+_gradient = jax.jit(accumulated_gradient, static_argnums=(2, 3))
+
 
 def batch(seed: int = 0) -> jax.Array:
     return jax.random.randint(jax.random.key(seed), (4, 17), 0, 257, jnp.int32)
@@ -27,8 +29,8 @@ def batch(seed: int = 0) -> jax.Array:
 
 def test_accumulated_gradient_equals_that_of_the_whole_batch():
     state = initial_state(small.run())
-    one = jax.jit(accumulated_gradient, static_argnums=(2, 3))(state.model, batch(), 0.1, 1)
-    two = jax.jit(accumulated_gradient, static_argnums=(2, 3))(state.model, batch(), 0.1, 2)
+    one = _gradient(state.model, batch(), 0.1, 1)
+    two = _gradient(state.model, batch(), 0.1, 2)
     for got, want in zip(jax.tree.leaves(two), jax.tree.leaves(one), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-3, atol=2e-6)
 
@@ -39,7 +41,7 @@ def test_steps_compile_once_move_every_leaf_and_average_the_thresholds():
     start = state = initial_state(config)
     observed = []
     for seed in range(3):
-        _, auxiliary = accumulated_gradient(state.model, batch(seed), 0.1, 1)
+        _, auxiliary = _gradient(state.model, batch(seed), 0.1, 1)
         observed.append(auxiliary.kth[0])
         state, metrics = step(state, batch(seed))
         assert all(bool(jnp.isfinite(value)) for value in metrics)
@@ -65,7 +67,7 @@ def test_experts_learn_and_their_biases_move_by_load_alone():
     config = dataclasses.replace(small.run(), model=model)
     step: Any = jax.jit(make_step(config))
     start = initial_state(config)
-    _, auxiliary = accumulated_gradient(start.model, batch(), 0.1, 1)
+    _, auxiliary = _gradient(start.model, batch(), 0.1, 1)
     state, metrics = step(start, batch())
     assert state.model.prefix is not None and start.model.prefix is not None
     bias_NX = state.model.prefix.ffn.bias[...]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -25,10 +26,17 @@ def jit(function: Callable[..., Any], **options: Any) -> Any:
 
 @functools.cache
 def _cpu_settings() -> dict[str, Any]:
-    """Those that this version of XLA knows: the second is an experimental one."""
-    both = _QUICK | _LEAST
+    """Those that this version of XLA knows: the second is an experimental one.
+
+    What XLA_FLAGS names is the user's: a setting given here would overrule it.
+    """
+    theirs = os.environ.get("XLA_FLAGS", "")
+    quick, least = (
+        {name: value for name, value in settings.items() if f"--{name}=" not in theirs}
+        for settings in (_QUICK, _LEAST)
+    )
     try:
-        jax.jit(lambda: 0, compiler_options=both).lower().compile()
+        jax.jit(lambda: 0, compiler_options=quick | least).lower().compile()
     except jax.errors.JaxRuntimeError:
-        return _QUICK
-    return both
+        return quick
+    return quick | least
