@@ -69,7 +69,8 @@ def _step(each: Contender, setting: Setting) -> Callable[[], Any]:
         return optax.apply_updates(model, updates), state
 
     state = jit(optimizer.init)(each.model)
-    compiled = jit(step).lower(each.model, state, each.tokens).compile()
+    # In place, as in training.
+    compiled = jit(step, donate_argnums=(0, 1)).lower(each.model, state, each.tokens).compile()
     held = [each.model, state]
 
     def call() -> Any:
