@@ -9,7 +9,7 @@ take longer than --limit_s are left out.
 
   training    gradient of the training loss (--whole_step: and an AdamW update), beside the rate of
               a large matrix product on this machine; qwen3_torch among --models is Hugging Face's
-              dense model in PyTorch
+              dense model in PyTorch, NAME_kept one trained with --keep_products
   evaluation  threshold routing, thresholds set so that every layer routes about L/K tokens
   decoding    tokens one by one behind random caches of contexts 1024, 4096 and 8192, every layer
               routed its L/K; A4K8_masked runs every sparse layer's block; PyTorch's model too where
@@ -66,6 +66,7 @@ SUITES: dict[str, Suite] = {
     "law": law.law,
 }
 _TAKE_TORCH = ("training", "decoding")
+_TAKE_KEPT = ("training", "memory", "compile", "profile")
 # Flags that some suites do not take; they change nothing there, and are refused.
 _UNUSED: dict[str, tuple[str, ...]] = {
     "moe": ("models", "active_depth"),
@@ -77,8 +78,8 @@ _SUITE = flags.DEFINE_enum("suite", None, list(SUITES), "what to measure")
 _MODELS = flags.DEFINE_list(
     "models",
     None,
-    "hierarchies, mod, moe_8_64, qwen3_torch, NAME_masked; the rival first (default: dense, A4K8, "
-    "A3K16; decoding: also A4K8_masked and, where it is installed, qwen3_torch)",
+    "hierarchies, mod, moe_8_64, qwen3_torch, NAME_kept, NAME_masked; the rival first (default: "
+    "dense, A4K8, A3K16; decoding: also A4K8_masked and, where it is installed, qwen3_torch)",
 )
 _CONTEXT = flags.DEFINE_list(
     "context", None, "L, tokens; several one after the other (default: 2048; see decoding)"
@@ -132,6 +133,8 @@ def _models(suite: str) -> tuple[str, ...]:
         raise UserError(f"--models={','.join(names)}: one name twice")
     if suite != "decoding" and (masked := [n for n in names if n.endswith(models.MASKED)]):
         raise UserError(f"--models={masked[0]}: only decoding can run layers and mask them")
+    if suite not in _TAKE_KEPT and (kept := [n for n in names if n.endswith(models.KEPT)]):
+        raise UserError(f"--models={kept[0]}: products are kept in {', '.join(_TAKE_KEPT)} only")
     return names
 
 

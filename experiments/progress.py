@@ -50,7 +50,10 @@ class Display:
     @contextlib.contextmanager
     def bar(self, run: RunConfig) -> Iterator[Callable[[Progress], None]]:
         """Shows a bar while the block trains `run`; gives the function that training calls."""
-        per_token = accounting.train_hardware_flops_per_token(run.model, run.train.context_length)
+        train = run.train
+        per_token = accounting.train_hardware_flops_per_token(
+            run.model, train.context_length, keep_products=train.keep_products
+        )
         place = self._total - len(self._work) + 1
         terminal = self._stream.isatty()
         with tqdm(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from experiments.scales import SCALES
 from xmod_jax.config import RunConfig
@@ -74,12 +75,15 @@ class Experiment:
         runs = tuple(changed if run.name == changed.name else run for run in self.runs)
         return dataclasses.replace(self, runs=runs)
 
-    def override(self, seed: int | None = None, data: str | None = None) -> Experiment:
+    def override(
+        self, seed: int | None = None, data: str | None = None, keep_products: bool | None = None
+    ) -> Experiment:
         """The same experiment with another seed or source of data; None keeps what it has."""
+        given = {"seed": seed, "keep_products": keep_products}
+        changes: dict[str, Any] = {name: v for name, v in given.items() if v is not None}
         runs = []
         for run in self.runs:
-            if seed is not None:
-                run = dataclasses.replace(run, train=dataclasses.replace(run.train, seed=seed))
+            run = dataclasses.replace(run, train=dataclasses.replace(run.train, **changes))
             if data is not None:
                 run = dataclasses.replace(run, data=dataclasses.replace(run.data, source=data))
             runs.append(run)

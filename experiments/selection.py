@@ -41,6 +41,12 @@ _DATA = flags.DEFINE_string(
     "embedded, a directory made by prepare_data, tfds:NAME[@gpt2], or several as NAME=WEIGHT,... "
     "(the scale's own when not given)",
 )
+_KEEP = flags.DEFINE_bool(
+    "keep_products",
+    None,
+    "give the backward pass the layers' products of the forward pass instead of forming them again:"
+    " faster, for several times the memory of activations (plan says how much)",
+)
 
 
 def selected(default_scale: str = AUTO, looks: bool = True) -> Experiment:
@@ -68,4 +74,5 @@ def selected(default_scale: str = AUTO, looks: bool = True) -> Experiment:
         paper = registry.get(_EXPERIMENT.value, "paper").override(data=_DATA.value)
         scale, reason = auto_scale(paper, local_devices())
         print(f"--scale=auto chose {scale}: {reason}", file=sys.stderr)
-    return registry.get(_EXPERIMENT.value, scale).override(_SEED.value, _DATA.value)
+    experiment = registry.get(_EXPERIMENT.value, scale)
+    return experiment.override(_SEED.value, _DATA.value, _KEEP.value)

@@ -16,7 +16,9 @@ from xmod_jax import accounting
 from xmod_jax.config import Backbone, Compute, ModelConfig, MoE, Routing, Sparse, Update
 from xmod_jax.hierarchy import Hierarchy, StageGroup
 from xmod_jax.model import Decoder, Threshold, TopK
+from xmod_jax.nn import layers
 from xmod_jax.nn.layers import DecoderBlock, rotary_phases, sparse_update
+from xmod_jax.training.step import training_loss
 
 TINY = Backbone(16, 8, 4, 2, 24, vocab_size=29)
 ARCHITECTURES = {
@@ -101,6 +103,23 @@ def np_block(block: DecoderBlock, x_CD, positions_C):
     h = np_norm(x_CD + a, w(block.ffn_norm.scale))
     gate = h @ w(block.ffn.gate)
     return a, (gate / (1 + np.exp(-gate)) * (h @ w(block.ffn.up))) @ w(block.ffn.down)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [("xmod", 4096), ("xmod", 4), ("moe", 4096), ("routed ffn", 4096)],
+    ids=["xmod", "ffns of 4 rows at once", "moe", "routed ffn"],
+)
+def test_kept_products_change_no_gradient(monkeypatch, name, rows):
+    monkeypatch.setattr(layers, "FFN_ROWS", rows)
+    got, want = (
+        jax.jit(jax.grad(functools.partial(training_loss, keep=keep), has_aux=True))(
+            make(name), tokens(2, 14), 0.1
+        )
+        for keep in (True, False)
+    )
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(want[0].prefix.attention))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), got, want)
 
 
 @pytest.mark.parametrize("update", list(Update))

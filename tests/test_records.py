@@ -55,6 +55,8 @@ def test_a_field_that_older_runs_lack_changes_no_hash_at_its_default(tmp_path):
     moe = dataclasses.replace(MODEL, hierarchy=Hierarchy.dense(2), moe=MoE(6, 2, 1, 5))
     experts = dataclasses.replace(CONFIG, model=moe)
     assert (config_hash(CONFIG), config_hash(experts)) == ("c547650c6d196e01", "8fdfe3f2b9e46005")
+    kept = dataclasses.replace(CONFIG, train=TrainConfig(32, 4, steps=8, keep_products=True))
+    assert config_hash(kept) != config_hash(CONFIG)
     started = dataclasses.replace(CONFIG, start=Start("there", "0123", 4, SparseStart.COPIED))
     moved = dataclasses.replace(started, start=Start("elsewhere", "0123", 4, SparseStart.COPIED))
     assert config_hash(CONFIG) != config_hash(started) == config_hash(moved)

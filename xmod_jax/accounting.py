@@ -23,6 +23,7 @@ from fractions import Fraction
 from xmod_jax.config import Backbone, ModelConfig, MoE, Sparse, Update
 
 ATTENTION_BLOCK = 256  # largest edge of an attention block in tokens
+FFN_ROWS = 4096  # of a sequence in an FFN at once; products of as many rows lose no speed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +44,9 @@ class LayerKind:
       unpriced: matrix parameters that every token passes and paper FLOPs leave out: MoE routers.
       kept: matrix parameters whose product the backward pass does not form again, because no
         gradient needs it: a residual's last product, where nothing but a sum follows.
+      noted: matrix parameters whose product need not be formed again where products are kept
+        (`TrainConfig.keep_products`).
+      hidden: likewise, in an FFN that takes at most `FFN_ROWS` rows at once.
     """
 
     name: str
@@ -55,6 +59,8 @@ class LayerKind:
     sparsity: int = 1
     unpriced: int = 0
     kept: int = 0
+    noted: int = 0
+    hidden: int = 0
 
 
 def attention_matrices(backbone: Backbone) -> int:
@@ -90,6 +96,8 @@ def layer_kinds(model: ModelConfig) -> tuple[LayerKind, ...]:
         layer_matrices(backbone),
         norms,
         kept=backbone.d_model * backbone.d_ff,
+        noted=attention_matrices(backbone),
+        hidden=2 * backbone.d_model * backbone.d_ff,
     )
     attention = LayerKind(
         "attention",
@@ -97,6 +105,7 @@ def layer_kinds(model: ModelConfig) -> tuple[LayerKind, ...]:
         attention_matrices(backbone),
         backbone.d_model + 2 * backbone.head_dim,
         kept=_query_matrix(backbone),
+        noted=attention_matrices(backbone) - _query_matrix(backbone),
     )
     first = dense if model.moe is None else _moe_layer(model, model.moe, norms)
     kinds = (first, attention, _sparse_layer(model, norms))
@@ -123,6 +132,7 @@ def _moe_layer(model: ModelConfig, moe: MoE, norms: int) -> LayerKind:
         share,
         unpriced=router,
         kept=model.backbone.d_model * moe.shared * moe.d_expert,
+        noted=attention + 2 * model.backbone.d_model * moe.shared * moe.d_expert,
     )
 
 
@@ -136,10 +146,13 @@ def _sparse_layer(model: ModelConfig, norms: int) -> LayerKind:
     matrices = layer_matrices(backbone)
     share = Fraction(1, hierarchy.sparsity)
     attention, full = share**2, 0
+    noted, hidden = attention_matrices(backbone), ffn_matrices(backbone)
     if model.routing.sparse is Sparse.FFN:
         matrices, attention, norms = ffn_matrices(backbone), Fraction(0), backbone.d_model
+        noted, hidden = matrices, 0
     elif model.routing.sparse is Sparse.FULL_KV:
         attention, full = share, _key_value_matrices(backbone)
+        noted, hidden = 0, 0
     passed = share * (matrices - full) + full
     router = backbone.d_model + (model.routing.update is Update.XMOD)
     return LayerKind(
@@ -151,6 +164,8 @@ def _sparse_layer(model: ModelConfig, norms: int) -> LayerKind:
         attention,
         full,
         hierarchy.sparsity,
+        noted=noted,
+        hidden=hidden,
     )
 
 
@@ -284,7 +299,9 @@ class _Executed:
     head: float
 
 
-def _executed(model: ModelConfig, context_length: int, block: int) -> _Executed:
+def _executed(
+    model: ModelConfig, context_length: int, block: int, keep_products: bool = False
+) -> _Executed:
     backbone = model.backbone
     matmul = attention = recomputed = saved = 0
     for kind in layer_kinds(model):
@@ -301,8 +318,11 @@ def _executed(model: ModelConfig, context_length: int, block: int) -> _Executed:
         products_of_rows = kind.count * 2 * (routed * rows + kind.full_rows * context_length)
         matmul += products_of_rows
         attention += products
-        recomputed += products_of_rows - kind.count * 2 * kind.kept * rows
-        if kind.name == "sparse":
+        known = kind.kept
+        if keep_products:
+            known += kind.noted + (kind.hidden if rows <= FFN_ROWS else 0)
+        recomputed += products_of_rows - kind.count * 2 * known * rows
+        if kind.name == "sparse" and not (keep_products and kind.noted):
             recomputed += products
         else:
             saved += products
@@ -330,6 +350,7 @@ def train_hardware_flops_per_token(
     block: int = ATTENTION_BLOCK,
     recompute: bool = True,
     saved_attention: bool = True,
+    keep_products: bool = False,
 ) -> float:
     """HARDWARE FLOPs of a training step, forward and backward, a token's share.
 
@@ -347,8 +368,9 @@ def train_hardware_flops_per_token(
         whose hidden products are formed once more.
       saved_attention: whether dense layers keep their attention's output for the backward pass;
         the fused kernel of a GPU does not let them (`xmod_jax.nn.attention.is_fused`).
+      keep_products: as in `TrainConfig`; attention of sparse layers is then saved too.
     """
-    done = _executed(model, context_length, block)
+    done = _executed(model, context_length, block, keep_products)
     flops = 3 * done.matmul + 3.5 * done.attention + 3 * done.head
     if recompute:
         flops += done.recomputed
@@ -370,12 +392,15 @@ def mfu(model_flops_per_s: float, peak_flops: float) -> float:
     return model_flops_per_s / peak_flops
 
 
-def summary(model: ModelConfig, context_length: int) -> dict[str, float]:
+def summary(
+    model: ModelConfig, context_length: int, keep_products: bool = False
+) -> dict[str, float]:
     """The accounting that a run directory keeps: plain numbers, JSON-ready.
 
     ``flops_per_token`` is the paper's count, ``hardware_flops_per_token`` one training step's with
     recomputation.
     """
+    hardware = train_hardware_flops_per_token(model, context_length, keep_products=keep_products)
     return {
         "layers": model.hierarchy.depth,
         "n_act": n_act(model),
@@ -385,5 +410,5 @@ def summary(model: ModelConfig, context_length: int) -> dict[str, float]:
         "flops_per_token": flops_per_token(model, context_length),
         "phi_ratio": phi_ratio(model, context_length),
         "token_exposure": token_exposure(model, context_length),
-        "hardware_flops_per_token": train_hardware_flops_per_token(model, context_length),
+        "hardware_flops_per_token": hardware,
     }

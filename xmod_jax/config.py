@@ -273,6 +273,8 @@ class TrainConfig:
       batch_size: sequences of one optimiser step.
       steps: optimiser steps; tokens = steps * batch_size * context_length.
       accumulation: micro-batches that a step's batch is cut into; divides batch_size.
+      keep_products: whether the backward pass is given the layers' matrix products of the forward
+        pass instead of forming them again: faster, for several times the memory of activations.
       alignment: coefficient of the router alignment loss.
       eval_every: steps between evaluations (the last step always evaluates); 0 for the end only.
       eval_sequences: held-out sequences of an evaluation.
@@ -292,6 +294,7 @@ class TrainConfig:
     keep_checkpoints: int = 2
     seed: int = 0
     optimizer: OptimizerConfig = OptimizerConfig()
+    keep_products: bool = dataclasses.field(default=False, metadata=_ADDED)
 
     def __post_init__(self) -> None:
         _positive(

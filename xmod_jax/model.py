@@ -9,6 +9,7 @@ Shapes: B batch, L context, D width, V vocabulary, S sparse layers of a stage.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ from xmod_jax.nn.layers import (
     dense_backward,
     dense_forward,
     dense_layer,
+    keeping_update,
     rotary_phases,
     sparse_update,
 )
@@ -38,8 +40,15 @@ from xmod_jax.nn.moe import ExpertOutput, MoEBlock, moe_layer
 from xmod_jax.nn.routed_stage import Dense, routed_stages
 from xmod_jax.nn.threshold_stage import PAPER_THRESHOLD, threshold_stages
 
-_ANCHOR = Dense(dense_forward, dense_backward)
-_LEAD = Dense(attention_forward, attention_backward)
+# By whether products are kept for the backward pass.
+_ANCHOR = {
+    keep: Dense(functools.partial(dense_forward, keep=keep), dense_backward)
+    for keep in (False, True)
+}
+_LEAD = {
+    keep: Dense(functools.partial(attention_forward, keep=keep), attention_backward)
+    for keep in (False, True)
+}
 Thresholds = tuple[jax.Array, ...]  # per stage group [count, S], of biased logits
 
 
@@ -97,6 +106,7 @@ class Decoder(nnx.Module):
         route: Route,
         valid_BL: jax.Array | None = None,
         into: Sequence[Stages] | None = None,
+        keep: bool = False,
     ) -> tuple[jax.Array, list[Any]]:
         """Runs the decoder up to the final norm.
 
@@ -106,6 +116,9 @@ class Decoder(nnx.Module):
           valid_BL: bool; False marks padding, which must stand at the end of a sequence.
           into: under top-k, sums like `groups` that the stages' gradients are added to: these are
             then what their gradients are (`routed_stages`).
+          keep: whether the backward pass is given the layers' matrix products, instead of computing
+            them again: a fifth of its products less, for several times the memory. Those of
+            experts, of FFNs on more than 4096 rows and of Selected-Q/full-KV are computed again.
 
         Returns:
           The normalised states [B, L, D] in the compute dtype, and for every stage group its
@@ -118,14 +131,14 @@ class Decoder(nnx.Module):
         x_BLD = self._whole("embedding")[tokens_BL].astype(self.config.compute.value)
         outputs: list[Any] = []
         if isinstance(self.prefix, MoEBlock):
-            x_BLD, experts = _run_moe(self.prefix, x_BLD, phases, valid_BL)
+            x_BLD, experts = _run_moe(self.prefix, x_BLD, phases, valid_BL, keep)
             outputs.append(experts)
         elif self.prefix is not None:
-            x_BLD = _run_dense(self.prefix, x_BLD, phases)
+            x_BLD = _run_dense(self.prefix, x_BLD, phases, keep)
         for index, stages in enumerate(self.groups):
             chosen = route.values[index] if isinstance(route, Threshold) else None
             sums = None if into is None else into[index]
-            x_BLD, output = self._run_group(stages, x_BLD, phases, chosen, valid_BL, sums)
+            x_BLD, output = self._run_group(stages, x_BLD, phases, chosen, valid_BL, sums, keep)
             outputs.append(output)
         return self.final_norm(x_BLD), outputs
 
@@ -158,14 +171,15 @@ class Decoder(nnx.Module):
         thresholds: jax.Array | None,
         valid_BL: jax.Array | None,
         into: Stages | None,
+        keep: bool,
     ) -> tuple[jax.Array, Any]:
         options: dict[str, Any] = {
             "sparsity": self.config.hierarchy.sparsity,
             "bias_scale": self.config.routing.bias_scale,
             "valid_BL": valid_BL,
-            "anchor": _ANCHOR if stages.anchor is not None else None,
+            "anchor": _ANCHOR[keep] if stages.anchor is not None else None,
             "anchor_params": stages.anchor,
-            "lead": _LEAD if stages.lead is not None else None,
+            "lead": _LEAD[keep] if stages.lead is not None else None,
             "lead_params": stages.lead,
             "reads_stream": self.config.routing.sparse is Sparse.FULL_KV,
         }
@@ -174,7 +188,9 @@ class Decoder(nnx.Module):
         if thresholds is None:
             if into is not None:
                 options["into"] = into.sparse, (into.anchor, into.lead)
-            output = routed_stages(sparse_update, stack, router_NSD, x_BLD, phases, **options)
+            options["keeps"] = keep
+            update = keeping_update if keep else sparse_update
+            output = routed_stages(update, stack, router_NSD, x_BLD, phases, **options)
         else:
             output = threshold_stages(
                 sparse_update, stack, router_NSD, x_BLD, phases, thresholds, **options
@@ -191,13 +207,13 @@ def _stack(config: ModelConfig, count: int, rngs: nnx.Rngs) -> DecoderBlock | Mo
     return jax.vmap(make)(jax.random.split(rngs.params(), count))
 
 
-def _run_dense(blocks: DecoderBlock, x_BLD: jax.Array, phases: Phases) -> jax.Array:
-    layer = lambda x_BLD, block: (dense_layer(block, x_BLD, phases), None)
+def _run_dense(blocks: DecoderBlock, x_BLD: jax.Array, phases: Phases, keep: bool) -> jax.Array:
+    layer = lambda x_BLD, block: (dense_layer(block, x_BLD, phases, keep), None)
     return jax.lax.scan(layer, x_BLD, blocks)[0]
 
 
 def _run_moe(
-    blocks: MoEBlock, x_BLD: jax.Array, phases: Phases, valid_BL: jax.Array | None
+    blocks: MoEBlock, x_BLD: jax.Array, phases: Phases, valid_BL: jax.Array | None, keep: bool
 ) -> tuple[jax.Array, ExpertOutput]:
-    layer = lambda x_BLD, block: moe_layer(block, x_BLD, phases, valid_BL)
+    layer = lambda x_BLD, block: moe_layer(block, x_BLD, phases, valid_BL, keep)
     return jax.lax.scan(layer, x_BLD, blocks)

@@ -133,7 +133,8 @@ def prepare(directory: Path, config: RunConfig) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     check_same_run(directory, config)
     if not (directory / CONFIG).exists():
-        summary = accounting.summary(config.model, config.train.context_length)
+        train = config.train
+        summary = accounting.summary(config.model, train.context_length, train.keep_products)
         content = {"hash": config_hash(config), "config": to_dict(config), "accounting": summary}
         storage.write_json(directory / CONFIG, content)
 

@@ -13,6 +13,7 @@ from xmod_jax.hierarchy import Hierarchy
 
 QWEN3_TORCH = "qwen3_torch"  # Hugging Face's dense model in PyTorch
 MASKED = "_masked"  # ends the name of a model that decodes with every sparse layer run and masked
+KEPT = "_kept"  # ends the name of a model that trains with `TrainConfig.keep_products`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,12 +63,14 @@ class Contender:
       config: its configuration.
       model: parameters, or their shapes.
       tokens: int32 [B, L + 1], or their shape.
+      keep: whether products are kept for the backward pass.
     """
 
     name: str
     config: ModelConfig
     model: Any
     tokens: Any
+    keep: bool
 
 
 def backbone(width: int) -> Backbone:
@@ -87,7 +90,7 @@ def config(name: str, depth: int, layer: Backbone, compute: Compute) -> ModelCon
     Raises:
       UserError: no such name, or no such depth of it.
     """
-    plain = name.lower().removesuffix(MASKED)
+    plain = name.lower().removesuffix(MASKED).removesuffix(KEPT)
     routing = Routing.mod() if plain == "mod" else Routing()
     hierarchy = "dense" if plain == QWEN3_TORCH else name[: len(plain)]
     try:
@@ -117,7 +120,7 @@ def contenders(setting: Setting, arrays: bool) -> list[Contender]:
         tokens: Any = jax.ShapeDtypeStruct(shape, "int32")
         if arrays:
             tokens = jax.device_put(random_tokens(model_config, *shape))
-        found.append(Contender(label, model_config, model, tokens))
+        found.append(Contender(label, model_config, model, tokens, name.endswith(KEPT)))
     return found
 
 

@@ -96,13 +96,13 @@ def seconds_by_operation(text: str, call: Callable[[], Any]) -> dict[str, float]
     return total
 
 
-def of_gradient(model: Any, tokens: Any) -> tuple[str, dict[str, float]]:
+def of_gradient(model: Any, tokens: Any, keep: bool) -> tuple[str, dict[str, float]]:
     """The compiled training gradient of a batch, and the seconds of its operations in one call."""
     import jax
 
     from experiments.suites import training
 
-    compiled = training.gradient().lower(model, tokens).compile()
+    compiled = training.gradient(keep).lower(model, tokens).compile()
     call = functools.partial(compiled, model, tokens)
     jax.block_until_ready(call())
     text = compiled.as_text() or ""
@@ -155,7 +155,7 @@ def profile(setting: Setting) -> list[Row]:
     rows = []
     for each in models.contenders(setting, arrays=True):
         timing.say(f"compiling {each.name}")
-        text, seconds = of_gradient(each.model, each.tokens)
+        text, seconds = of_gradient(each.model, each.tokens, each.keep)
         row: Row = {"model": each.name, "traced_seconds": sum(seconds.values())}
         rows.append(row | by_kind(text, seconds))
         print(f"{each.name}: the largest costs that are no products")

@@ -35,7 +35,9 @@ def training(setting: Setting) -> list[Row]:
             continue
         timing.say(f"compiling {label}")
         calls[label] = _step(ours[label], setting)
-        per_token = accounting.train_hardware_flops_per_token(ours[label].config, setting.context)
+        per_token = accounting.train_hardware_flops_per_token(
+            ours[label].config, setting.context, keep_products=ours[label].keep
+        )
         flops[label] = setting.tokens * per_token
     calls[PRODUCT], flops[PRODUCT] = machine.product(setting.compute.value)
     times = timing.interleave(calls, setting.rounds)
@@ -60,12 +62,13 @@ def _step(each: Contender, setting: Setting) -> Callable[[], Any]:
     from xmod_jax.training.optimizer import make_optimizer
 
     if not setting.whole_step:
-        compiled = gradient().lower(each.model, each.tokens).compile()
+        compiled = gradient(each.keep).lower(each.model, each.tokens).compile()
         return functools.partial(compiled, each.model, each.tokens)
     optimizer = make_optimizer(OptimizerConfig(matrices="adamw"), 100)
 
     def step(model: Any, state: Any, tokens: Any) -> Any:
-        updates, state = optimizer.update(_gradient(model, tokens), state, model)
+        own = _gradient(model, tokens, each.keep)
+        updates, state = optimizer.update(own, state, model)
         return optax.apply_updates(model, updates), state
 
     state = jit(optimizer.init)(each.model)
@@ -80,19 +83,19 @@ def _step(each: Contender, setting: Setting) -> Callable[[], Any]:
     return call
 
 
-def _gradient(model: Any, tokens: Any) -> Any:
+def _gradient(model: Any, tokens: Any, keep: bool) -> Any:
     import jax
 
     from xmod_jax.training.step import training_loss
 
-    return jax.grad(lambda model: training_loss(model, tokens, _ALIGNMENT)[0])(model)
+    return jax.grad(lambda model: training_loss(model, tokens, _ALIGNMENT, keep=keep)[0])(model)
 
 
-def gradient() -> Any:
+def gradient(keep: bool) -> Any:
     """The gradient of the training loss, ``(model, tokens) -> gradient``, to be compiled."""
     from xmod_jax.training.compilation import jit
 
-    return jit(_gradient)
+    return jit(functools.partial(_gradient, keep=keep))
 
 
 def evaluation(setting: Setting) -> list[Row]:
@@ -153,7 +156,7 @@ def memory(setting: Setting) -> list[Row]:
     rows: list[Row] = []
     for each in models.contenders(setting, arrays=False):
         timing.say(f"compiling {each.name}")
-        analysis = gradient().lower(each.model, each.tokens).compile().memory_analysis()
+        analysis = gradient(each.keep).lower(each.model, each.tokens).compile().memory_analysis()
         rows.append(
             {
                 "model": each.name,
@@ -173,7 +176,7 @@ def compile_time(setting: Setting) -> list[Row]:
     begin = time.perf_counter()
     for done in range(1, setting.rounds.count + 1):
         for each in ours:
-            lowered = gradient().lower(each.model, each.tokens)
+            lowered = gradient(each.keep).lower(each.model, each.tokens)
             wall, cpu = time.perf_counter(), time.process_time()
             lowered.compile()
             pair = time.perf_counter() - wall, time.process_time() - cpu

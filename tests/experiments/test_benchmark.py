@@ -20,6 +20,7 @@ TINY = ["--context=16", "--batch=1", "--width=128", "--active_depth=6", "--round
         (["--models=moe_8_63"], "multiple of 8"),
         (["--models=dense,dense"], "one name twice"),
         (["--models=A4K8_masked"], "only decoding"),
+        (["--suite=evaluation", "--models=dense_kept"], "training, memory, compile, profile only"),
         (["--models=qwen3_torch"], "training, decoding only"),
         (["--context=0"], "--context=0"),
         (["--context=8,x"], "--context=8,x"),
@@ -69,6 +70,14 @@ def test_a_whole_step_takes_the_optimizer_too():
     result = run_command("benchmark", "--suite=training", "--models=dense", "--whole_step", *TINY)
     assert result.returncode == 0, result.stderr
     assert re.search(r"^dense +\d", result.stdout, re.MULTILINE)
+
+
+def test_a_kept_model_takes_more_memory_and_fewer_products():
+    flags = ["--models=dense,dense_kept,A1K2_kept", "--context=64", "--batch=2", "--width=128"]
+    result = run_command("benchmark", "--suite=memory", "--active_depth=6", *flags)
+    assert result.returncode == 0, result.stderr
+    ratio = re.search(r"^dense_kept .* ([\d.]+)$", result.stdout, re.MULTILINE)
+    assert ratio is not None and 1.5 < float(ratio[1]) < 6
 
 
 def test_forms_of_the_experts_product_stand_beside_the_dense_one(tmp_path):

@@ -208,6 +208,8 @@ def test_override_changes_seed_and_data_of_every_run():
     experiment = registry.get("main_556m", "mini").override(seed=7, data="somewhere")
     assert {(run.train.seed, run.data.source) for run in experiment.runs} == {(7, "somewhere")}
     assert experiment.override() == experiment
+    kept = registry.get("main_556m", "mini").override(keep_products=True)
+    assert all(run.train.keep_products for run in kept.runs)
 
 
 def test_a_name_is_defined_once():

@@ -12,19 +12,21 @@ key/value heads, E head dim, F FFN width.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from xmod_jax.accounting import FFN_ROWS
 from xmod_jax.config import Backbone, Routing, Sparse, Update
 from xmod_jax.nn import collectives
 from xmod_jax.nn.attention import Saved, causal_attention, selected_attention
 
 INIT_STD = 0.02  # of every matrix, as Qwen3's initializer_range
-_ROWS = 4096  # of a sequence in an FFN at once; products of as many rows lose no speed
+# ``(x_BLI, w_IO) -> x w``: `linear`, or `Products`.
+Product = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class Phases(NamedTuple):
@@ -79,6 +81,35 @@ def _linear_backward(saved, bar_BLO):
 linear.defvjp(lambda x_BLI, w_IO: (linear(x_BLI, w_IO), (x_BLI, w_IO)), _linear_backward)
 
 
+@jax.custom_vjp
+def _known(x_BLI: jax.Array, w_IO: jax.Array, y_BLO: jax.Array) -> jax.Array:
+    """`linear` where its result is known already; gradients as if it had been computed."""
+    return y_BLO
+
+
+_known.defvjp(
+    lambda x_BLI, w_IO, y_BLO: (y_BLO, (x_BLI, w_IO)),
+    lambda saved, bar_BLO: (*_linear_backward(saved, bar_BLO), None),
+)
+
+
+class Products:
+    """`linear` that notes its results, or gives back what it noted in the forward pass.
+
+    Lives while a layer is traced: one notes, another one takes the notes in the same order.
+    """
+
+    def __init__(self, known: Sequence[jax.Array] = ()):
+        self._known = list(known)
+        self.made: list[jax.Array] = []
+
+    def __call__(self, x_BLI: jax.Array, w_IO: jax.Array) -> jax.Array:
+        known = self._known
+        y_BLO = _known(x_BLI, w_IO, known.pop(0)) if known else linear(x_BLI, w_IO)
+        self.made.append(y_BLO)
+        return y_BLO
+
+
 class RMSNorm(nnx.Module):
     """Root-mean-square norm over the last axis, computed in at least float32."""
 
@@ -110,50 +141,56 @@ class Attention(nnx.Module):
         self.head_dim = E
 
     def __call__(
-        self, x_BLD: jax.Array, phases: Phases, saved: Saved = None
+        self, x_BLD: jax.Array, phases: Phases, saved: Saved = None, product: Product = linear
     ) -> tuple[jax.Array, Saved]:
         """Attends among the given rows, which stand in position order.
 
         `saved` and the second result are those of `causal_attention`.
         """
-        return self.through(functools.partial(causal_attention, saved=saved), x_BLD, phases)
+        attend = functools.partial(causal_attention, saved=saved)
+        return self.through(attend, x_BLD, phases, product)
 
     def through(
-        self, attend: Callable[..., tuple[jax.Array, Any]], x_BLD: jax.Array, phases: Phases
+        self,
+        attend: Callable[..., tuple[jax.Array, Any]],
+        x_BLD: jax.Array,
+        phases: Phases,
+        product: Product = linear,
     ) -> tuple[jax.Array, Any]:
         """Attention by ``attend(q_BLHE, k_BLGE, v_BLGE) -> (out_BLHE, anything)``.
 
         What `attend` returns beside its output (a cache, say) is the second result.
         """
         x_BLD = collectives.enter_tensor(x_BLD)
-        q_BLHE = self._queries(x_BLD, phases)
-        out_BLHE, beside = attend(q_BLHE, *self.keys_values(x_BLD, phases))
-        return self._out(out_BLHE), beside
+        q_BLHE = self._queries(x_BLD, phases, product)
+        out_BLHE, beside = attend(q_BLHE, *self.keys_values(x_BLD, phases, product))
+        return self._out(out_BLHE, product), beside
 
-    def keys_values(self, x_BLD: jax.Array, phases: Phases) -> tuple[jax.Array, jax.Array]:
+    def keys_values(
+        self, x_BLD: jax.Array, phases: Phases, product: Product = linear
+    ) -> tuple[jax.Array, jax.Array]:
         """Keys, rotated to their positions, and values of the rows, each [B, L, G, E]."""
-        return self._keys(x_BLD, phases), self._heads(x_BLD, self.value)
+        k_BLGE = self.key_norm(self._heads(x_BLD, self.key, product))
+        return rotate(k_BLGE, phases), self._heads(x_BLD, self.value, product)
 
     def selected(
         self, rows_BCD: jax.Array, row_phases: Phases, x_BLD: jax.Array, phases: Phases
     ) -> jax.Array:
         """The given rows attend to every token of the stream up to their own position."""
         rows_BCD, x_BLD = collectives.enter_tensor((rows_BCD, x_BLD))
-        q_BCHE = self._queries(rows_BCD, row_phases)
+        q_BCHE = self._queries(rows_BCD, row_phases, linear)
         k_BLGE, v_BLGE = self.keys_values(x_BLD, phases)
-        return self._out(selected_attention(q_BCHE, k_BLGE, v_BLGE, row_phases.position_BL))
+        out_BCHE = selected_attention(q_BCHE, k_BLGE, v_BLGE, row_phases.position_BL)
+        return self._out(out_BCHE, linear)
 
-    def _heads(self, x_BLD: jax.Array, weight: nnx.Param) -> jax.Array:
-        return linear(x_BLD, weight[...]).reshape(*x_BLD.shape[:2], -1, self.head_dim)
+    def _heads(self, x_BLD: jax.Array, weight: nnx.Param, product: Product) -> jax.Array:
+        return product(x_BLD, weight[...]).reshape(*x_BLD.shape[:2], -1, self.head_dim)
 
-    def _queries(self, x_BLD: jax.Array, phases: Phases) -> jax.Array:
-        return rotate(self.query_norm(self._heads(x_BLD, self.query)), phases)
+    def _queries(self, x_BLD: jax.Array, phases: Phases, product: Product) -> jax.Array:
+        return rotate(self.query_norm(self._heads(x_BLD, self.query, product)), phases)
 
-    def _keys(self, x_BLD: jax.Array, phases: Phases) -> jax.Array:
-        return rotate(self.key_norm(self._heads(x_BLD, self.key)), phases)
-
-    def _out(self, x_BLHE: jax.Array) -> jax.Array:
-        out_BLD = linear(x_BLHE.reshape(*x_BLHE.shape[:2], -1), self.output[...])
+    def _out(self, x_BLHE: jax.Array, product: Product) -> jax.Array:
+        out_BLD = product(x_BLHE.reshape(*x_BLHE.shape[:2], -1), self.output[...])
         return collectives.leave_tensor(out_BLD)
 
 
@@ -165,16 +202,14 @@ class SwiGLU(nnx.Module):
         self.up = matrix(rngs, d_model, d_ff)
         self.down = matrix(rngs, d_ff, d_model)
 
-    def __call__(self, x_BLD: jax.Array) -> jax.Array:
+    def __call__(self, x_BLD: jax.Array, product: Product = linear) -> jax.Array:
         x_BLD = collectives.enter_tensor(x_BLD)
-        gate_BLF = jax.nn.silu(linear(x_BLD, self.gate[...]))
-        out_BLD = linear(gate_BLF * linear(x_BLD, self.up[...]), self.down[...])
-        return collectives.leave_tensor(out_BLD)
+        gate_BLF = jax.nn.silu(product(x_BLD, self.gate[...]))
+        hidden_BLF = gate_BLF * product(x_BLD, self.up[...])
+        return collectives.leave_tensor(product(hidden_BLF, self.down[...]))
 
 
-def by_rows(
-    function: Callable[[jax.Array], jax.Array], x_BLD: jax.Array, rows: int = _ROWS
-) -> jax.Array:
+def by_rows(function: Callable[[jax.Array], jax.Array], x_BLD: jax.Array, rows: int) -> jax.Array:
     """``function(x_BLD)``, of which each row of the result depends on that row alone.
 
     Long sequences go through in parts of at most `rows`, backward too, where a part's values are
@@ -201,51 +236,79 @@ class DecoderBlock(nnx.Module):
         self.ffn = SwiGLU(config.d_model, config.d_ff, rngs=rngs)
 
     def __call__(
-        self, x_BLD: jax.Array, phases: Phases, saved: Saved = None
+        self, x_BLD: jax.Array, phases: Phases, saved: Saved = None, product: Product = linear
     ) -> tuple[jax.Array, jax.Array, Saved]:
         """Returns a = Attention(norm(x)) and f = FFN(norm(x + a)), both [B, L, D].
 
         `saved` and the third result are those of `causal_attention`.
         """
-        a_BLD, saved = self.attention(self.attention_norm(x_BLD), phases, saved)
-        return a_BLD, by_rows(lambda x_BLD: self.ffn(self.ffn_norm(x_BLD)), x_BLD + a_BLD), saved
+        a_BLD, saved = self.attention(self.attention_norm(x_BLD), phases, saved, product)
+        # An FFN in parts is computed again in its backward pass: there is nothing to note.
+        inner = product if x_BLD.shape[1] <= FFN_ROWS else linear
+        ffn = lambda x_BLD: self.ffn(self.ffn_norm(x_BLD), inner)
+        return a_BLD, by_rows(ffn, x_BLD + a_BLD, FFN_ROWS), saved
 
 
-@jax.custom_vjp
-def dense_layer(block: DecoderBlock, x_BLD: jax.Array, phases: Phases) -> jax.Array:
+class Kept(NamedTuple):
+    """What a layer's backward pass need not compute again.
+
+    Attributes:
+      attention: see `causal_attention`.
+      products: results of matrix products in the order in which they are formed; none unless they
+        are asked for: they take 9 arrays like the stream where that and the attention take 2.
+    """
+
+    attention: Saved = None
+    products: tuple[jax.Array, ...] = ()
+
+
+NOTHING = Kept()
+# Products of a layer's that its gradient needs, where nothing but a sum follows the last one.
+NEEDED = 6
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def dense_layer(
+    block: DecoderBlock, x_BLD: jax.Array, phases: Phases, keep: bool = False
+) -> jax.Array:
     """x + a + f, a dense layer. Its backward pass needs x and the attention output only.
 
     The rest is recomputed: products linear in L are cheap beside what they would hold in memory,
-    attention is not.
+    attention is not. With `keep` the products are kept too.
     """
     return dense_forward(block, x_BLD, phases)[0]
 
 
 def dense_forward(
-    block: DecoderBlock, x_BLD: jax.Array, phases: Phases, saved: Saved = None
-) -> tuple[jax.Array, Saved]:
+    block: DecoderBlock,
+    x_BLD: jax.Array,
+    phases: Phases,
+    kept: Kept = NOTHING,
+    keep: bool = False,
+) -> tuple[jax.Array, Kept]:
     """`dense_layer`, and what `dense_backward` needs beside the arguments."""
     block = collectives.gathered(block, x_BLD.dtype)
-    a_BLD, f_BLD, saved = block(x_BLD, phases, saved)
-    return x_BLD + a_BLD + f_BLD, saved
+    product = Products(kept.products)
+    a_BLD, f_BLD, saved = block(x_BLD, phases, kept.attention, product)
+    return x_BLD + a_BLD + f_BLD, Kept(saved, tuple(product.made[:NEEDED]) if keep else ())
 
 
 def dense_backward(
-    block: DecoderBlock, x_BLD: jax.Array, phases: Phases, saved: Saved, bar_BLD: jax.Array
+    block: DecoderBlock, x_BLD: jax.Array, phases: Phases, kept: Kept, bar_BLD: jax.Array
 ) -> tuple[DecoderBlock, jax.Array]:
     """Gradients of `dense_layer` to the block and to x; the phases are constants."""
-    layer = lambda block, x_BLD: dense_forward(block, x_BLD, phases, saved)[0]
+    layer = lambda block, x_BLD: dense_forward(block, x_BLD, phases, kept)[0]
     return jax.vjp(layer, block, x_BLD)[1](bar_BLD)
 
 
-def _dense_layer_forward(block, x_BLD, phases):
-    y_BLD, saved = dense_forward(block, x_BLD, phases)
-    return y_BLD, (block, x_BLD, phases, saved)
+def _dense_layer_forward(block, x_BLD, phases, keep):
+    y_BLD, kept = dense_forward(block, x_BLD, phases, keep=keep)
+    return y_BLD, (block, x_BLD, phases, kept)
 
 
-def _dense_layer_backward(residuals, bar_BLD):
-    block, x_BLD, phases, saved = residuals
-    return *dense_backward(block, x_BLD, phases, saved, bar_BLD), None
+def _dense_layer_backward(_, residuals, bar_BLD):
+    block, x_BLD, phases, kept = residuals
+    return *dense_backward(block, x_BLD, phases, kept, bar_BLD), None
 
 
 dense_layer.defvjp(_dense_layer_forward, _dense_layer_backward)
@@ -260,19 +323,26 @@ class AttentionLayer(nnx.Module):
 
 
 def attention_forward(
-    layer: AttentionLayer, x_BLD: jax.Array, phases: Phases, saved: Saved = None
-) -> tuple[jax.Array, Saved]:
+    layer: AttentionLayer,
+    x_BLD: jax.Array,
+    phases: Phases,
+    kept: Kept = NOTHING,
+    keep: bool = False,
+) -> tuple[jax.Array, Kept]:
     """The layer, and what `attention_backward` needs beside the arguments."""
     layer = collectives.gathered(layer, x_BLD.dtype)
-    a_BLD, saved = layer.attention(layer.attention_norm(x_BLD), phases, saved)
-    return x_BLD + a_BLD, saved
+    product = Products(kept.products)
+    normed_BLD = layer.attention_norm(x_BLD)
+    a_BLD, saved = layer.attention(normed_BLD, phases, kept.attention, product)
+    # No gradient needs the last product's result, to which the stream is added.
+    return x_BLD + a_BLD, Kept(saved, tuple(product.made[:-1]) if keep else ())
 
 
 def attention_backward(
-    layer: AttentionLayer, x_BLD: jax.Array, phases: Phases, saved: Saved, bar_BLD: jax.Array
+    layer: AttentionLayer, x_BLD: jax.Array, phases: Phases, kept: Kept, bar_BLD: jax.Array
 ) -> tuple[AttentionLayer, jax.Array]:
     """Gradients of `attention_forward` to the layer and to x."""
-    forward = lambda layer, x_BLD: attention_forward(layer, x_BLD, phases, saved)[0]
+    forward = lambda layer, x_BLD: attention_forward(layer, x_BLD, phases, kept)[0]
     return jax.vjp(forward, layer, x_BLD)[1](bar_BLD)
 
 
@@ -283,8 +353,8 @@ class FFNBlock(nnx.Module):
         self.ffn_norm = RMSNorm(config.d_model, config.norm_eps)
         self.ffn = SwiGLU(config.d_model, config.d_ff, rngs=rngs)
 
-    def __call__(self, x_BLD: jax.Array) -> jax.Array:
-        return self.ffn(self.ffn_norm(x_BLD))
+    def __call__(self, x_BLD: jax.Array, product: Product = linear) -> jax.Array:
+        return self.ffn(self.ffn_norm(x_BLD), product)
 
 
 class SparseLayer(nnx.Module):
@@ -313,14 +383,31 @@ def sparse_update(
       score_BC: float32 routing scores r.
       stream: Selected-Q/full-KV only: every token [B, L, D] and the phases of all.
     """
+    return keeping_update(layer, rows_BCD, phases, score_BC, *stream)[0]
+
+
+def keeping_update(
+    layer: SparseLayer,
+    rows_BCD: jax.Array,
+    phases: Phases,
+    score_BC: jax.Array,
+    *stream: Any,
+    kept: Kept = NOTHING,
+) -> tuple[jax.Array, Kept]:
+    """`sparse_update`, and what its backward pass need not compute again if it is given back.
+
+    Selected-Q/full-KV keeps nothing: its keys and values are those of the whole stream.
+    """
     block = collectives.gathered(layer.block, rows_BCD.dtype)
+    product, saved = Products(kept.products), None
     if isinstance(block, FFNBlock):
-        a_BCD, f_BCD = jnp.zeros_like(rows_BCD), block(rows_BCD)
+        a_BCD, f_BCD = jnp.zeros_like(rows_BCD), block(rows_BCD, product)
     elif stream:
         a_BCD, f_BCD = _full_kv(block, rows_BCD, phases, *stream)
     else:
-        a_BCD, f_BCD, _ = block(rows_BCD, phases)
-    return updated(layer, rows_BCD, a_BCD, f_BCD, score_BC)
+        a_BCD, f_BCD, saved = block(rows_BCD, phases, kept.attention, product)
+    new_BCD = updated(layer, rows_BCD, a_BCD, f_BCD, score_BC)
+    return new_BCD, Kept(saved, tuple(product.made))
 
 
 def updated(

@@ -9,6 +9,7 @@ F expert width, N layers.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -17,9 +18,20 @@ from flax import nnx
 
 from xmod_jax.config import Backbone, MoE, Scores
 from xmod_jax.nn import collectives
-from xmod_jax.nn.attention import Saved
 from xmod_jax.nn.grouped import Groups, block_rows, collect, grouped_matmul, sort_by_group, spread
-from xmod_jax.nn.layers import Attention, Phases, RMSNorm, SwiGLU, linear, matrix
+from xmod_jax.nn.layers import (
+    NEEDED,
+    NOTHING,
+    Attention,
+    Kept,
+    Phases,
+    Product,
+    Products,
+    RMSNorm,
+    SwiGLU,
+    linear,
+    matrix,
+)
 from xmod_jax.nn.routed_stage import pick, router_product
 
 
@@ -69,9 +81,16 @@ class Experts(nnx.Module):
         self.active, self.scores = config.active, config.scores
 
     def __call__(
-        self, x_BLD: jax.Array, valid_BL: jax.Array | None, choice: Choice | None
+        self,
+        x_BLD: jax.Array,
+        valid_BL: jax.Array | None,
+        choice: Choice | None,
+        product: Product = linear,
     ) -> tuple[jax.Array, ExpertOutput, Choice]:
-        """Runs the experts on normalised states; `choice` gives what an earlier call chose."""
+        """Runs the experts on normalised states; `choice` gives what an earlier call chose.
+
+        `product` forms the shared experts' products.
+        """
         B, L, D = x_BLD.shape
         x_TD = x_BLD.reshape(B * L, D)
         valid_T = jnp.ones(B * L, bool) if valid_BL is None else valid_BL.reshape(-1)
@@ -86,12 +105,12 @@ class Experts(nnx.Module):
         # On a mesh with `tensor` every device has a part of each expert's columns.
         x_TD, weight_Tk = collectives.enter_tensor((x_TD, weight_Tk))
         rows_MD = spread(x_TD, groups)
-        product = lambda rows, weight: grouped_matmul(rows, weight[...], groups.size_X, block)
-        hidden_MF = jax.nn.silu(product(rows_MD, self.gate)) * product(rows_MD, self.up)
-        out_TD = collect(product(hidden_MF, self.down), weight_Tk, groups)
+        grouped = lambda rows, weight: grouped_matmul(rows, weight[...], groups.size_X, block)
+        hidden_MF = jax.nn.silu(grouped(rows_MD, self.gate)) * grouped(rows_MD, self.up)
+        out_TD = collect(grouped(hidden_MF, self.down), weight_Tk, groups)
         out_BLD = collectives.leave_tensor(out_TD).reshape(B, L, D)
         if self.shared is not None:
-            out_BLD = out_BLD + self.shared(x_BLD)
+            out_BLD = out_BLD + self.shared(x_BLD, product)
         return out_BLD, _balance(score_TX, groups.size_X, valid_T, self.active), choice
 
     def of_few(self, stack: Experts, index: tuple[Any, ...], x_BLD: jax.Array) -> jax.Array:
@@ -172,7 +191,7 @@ class MoEBlock(nnx.Module):
         self.ffn = Experts(backbone.d_model, config, rngs=rngs)
 
 
-SavedLayer = tuple[Saved, Choice] | None
+SavedLayer = tuple[Kept, Choice] | None
 
 
 def moe_forward(
@@ -181,30 +200,41 @@ def moe_forward(
     phases: Phases,
     valid_BL: jax.Array | None,
     saved: SavedLayer = None,
+    keep: bool = False,
 ) -> tuple[jax.Array, ExpertOutput, SavedLayer]:
     """One layer: the new stream, its balance, and what the backward pass need not do again."""
-    attended, choice = (None, None) if saved is None else saved
+    kept, choice = (NOTHING, None) if saved is None else saved
+    product = Products(kept.products)
     block = collectives.gathered(block, x_BLD.dtype)
-    a_BLD, attended = block.attention(block.attention_norm(x_BLD), phases, attended)
+    normed_BLD = block.attention_norm(x_BLD)
+    a_BLD, attended = block.attention(normed_BLD, phases, kept.attention, product)
     u_BLD = x_BLD + a_BLD
-    f_BLD, output, choice = block.ffn(block.ffn_norm(u_BLD), valid_BL, choice)
-    return u_BLD + f_BLD, output, (attended, choice)
+    f_BLD, output, choice = block.ffn(block.ffn_norm(u_BLD), valid_BL, choice, product)
+    kept = Kept(attended, tuple(product.made[:NEEDED]) if keep else ())
+    return u_BLD + f_BLD, output, (kept, choice)
 
 
-@jax.custom_vjp
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def moe_layer(
-    block: MoEBlock, x_BLD: jax.Array, phases: Phases, valid_BL: jax.Array | None
+    block: MoEBlock,
+    x_BLD: jax.Array,
+    phases: Phases,
+    valid_BL: jax.Array | None,
+    keep: bool = False,
 ) -> tuple[jax.Array, ExpertOutput]:
-    """`moe_forward` for training: keeps x, the attention output and the choice of experts."""
+    """`moe_forward` for training: keeps x, the attention output and the choice of experts.
+
+    With `keep` the products of attention and of the shared experts too.
+    """
     return moe_forward(block, x_BLD, phases, valid_BL)[:2]
 
 
-def _layer_forward(block, x_BLD, phases, valid_BL):
-    y_BLD, output, saved = moe_forward(block, x_BLD, phases, valid_BL)
+def _layer_forward(block, x_BLD, phases, valid_BL, keep):
+    y_BLD, output, saved = moe_forward(block, x_BLD, phases, valid_BL, keep=keep)
     return (y_BLD, output), (block, x_BLD, phases, valid_BL, saved)
 
 
-def _layer_backward(residuals: Any, bars: Any) -> Any:
+def _layer_backward(_, residuals: Any, bars: Any) -> Any:
     block, x_BLD, phases, valid_BL, saved = residuals
     bar_BLD, bar_output = bars
     layer = lambda block, x_BLD: _differentiable(

@@ -27,8 +27,9 @@ from jax import lax
 from xmod_jax.nn import routing
 
 # (layer parameters, rows [B, C, D], row data [B, C, ...], score [B, C]) -> new rows [B, C, D];
-# with `reads_stream` also the whole stream [B, L, D] and its data [B, L, ...].
-RowUpdate = Callable[..., jax.Array]
+# with `reads_stream` also the whole stream [B, L, D] and its data [B, L, ...]; with `keeps` it
+# returns more, see `routed_stages`.
+RowUpdate = Callable[..., Any]
 
 
 class Dense(NamedTuple):
@@ -126,6 +127,7 @@ def routed_stages(
     lead: Dense | None = None,
     lead_params: Any = None,
     reads_stream: bool = False,
+    keeps: bool = False,
     into: Any = None,
 ) -> StageOutput:
     """Runs N equal stages: `routed_stage` and then `anchor`, if there is one, in each.
@@ -139,13 +141,15 @@ def routed_stages(
         (Routed-FFN: attention). The token-choice bias starts again behind it.
       lead_params: its parameters, every leaf [N, P, ...] for P intervals; P divides S.
       reads_stream: whether `update` also takes the whole stream and its data, with gradient.
+      keeps: whether `update` returns ``(rows, kept)`` and takes `kept` as a keyword in the backward
+        pass, which need not compute again what that holds.
       into: sums like ``(params, (anchor_params, lead_params))``, which the gradients of these are
         added to and then include: micro-batches so need one set of gradients, not two.
 
     The other arguments and the result are those of `routed_stage`.
     """
     count = routing.capacity(x_BLD.shape[1], sparsity)
-    static = _Static(update, count, bias_scale, anchor, lead, reads_stream)
+    static = _Static(update, count, bias_scale, anchor, lead, reads_stream, keeps)
     dense_params = anchor_params, lead_params
     return _stages(static, params, router_NSD, dense_params, x_BLD, positions, valid_BL, into)
 
@@ -157,6 +161,7 @@ class _Static(NamedTuple):
     anchor: Dense | None
     lead: Dense | None
     reads_stream: bool
+    keeps: bool
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -207,11 +212,18 @@ def _add(tree: Any, new: Any, *index: Any) -> Any:
     return _write(tree, jax.tree.map(jnp.add, at(tree, *index), new), *index)
 
 
-def _apply(update, params, rows_BCD, positions_BC, z_BC, valid_BC, *stream):
-    """New rows of one layer; rows of padding (selected only when nothing else is left) stay."""
-    new_BCD = update(params, rows_BCD, positions_BC, jax.nn.sigmoid(z_BC), *stream)
+def _apply(static, kept, params, rows_BCD, positions_BC, z_BC, valid_BC, *stream):
+    """New rows of one layer, and what its backward pass is given as `kept` (None: nothing).
+
+    Rows of padding (selected only when nothing else is left) stay.
+    """
+    given = {} if kept is None else {"kept": kept}
+    out = static.update(params, rows_BCD, positions_BC, jax.nn.sigmoid(z_BC), *stream, **given)
+    new_BCD, kept = out if static.keeps else (out, None)
     new_BCD = new_BCD.astype(rows_BCD.dtype)
-    return new_BCD if valid_BC is None else jnp.where(valid_BC[..., None], new_BCD, rows_BCD)
+    if valid_BC is not None:
+        new_BCD = jnp.where(valid_BC[..., None], new_BCD, rows_BCD)
+    return new_BCD, kept
 
 
 def intervals(router_SD: jax.Array, lead_params: Any) -> jax.Array:
@@ -275,8 +287,8 @@ def _sparse_forward(static, params, index, router_SD, x_BLD, positions, valid_BL
         rows_BCD, z_BC, positions_BC, valid_BC = _take((x_BLD, z_BL, positions, valid_BL), idx_BC)
         stream = (x_BLD, positions) if static.reads_stream else ()
         layer_params = at(params, n, first + s)
-        new_BCD = _apply(
-            static.update, layer_params, rows_BCD, positions_BC, z_BC, valid_BC, *stream
+        new_BCD, kept = _apply(
+            static, None, layer_params, rows_BCD, positions_BC, z_BC, valid_BC, *stream
         )
         x_BLD = routing.put_rows(x_BLD, idx_BC, new_BCD)
         if S > 1:
@@ -286,7 +298,7 @@ def _sparse_forward(static, params, index, router_SD, x_BLD, positions, valid_BL
             jnp.mean(pick.kth_B),
             jnp.mean(mask_BL == (z_BL >= 0), where=valid_BL),
         )
-        return (x_BLD, logits_BLS, chosen_BL + mask_BL), (aux, (idx_BC, rows_BCD, z_BL))
+        return (x_BLD, logits_BLS, chosen_BL + mask_BL), (aux, (idx_BC, rows_BCD, z_BL, kept))
 
     start = (x_BLD, read_logits(x_BLD, router_SD), jnp.zeros(x_BLD.shape[:2], router_SD.dtype))
     (x_BLD, _, _), (aux, saved) = lax.scan(layer, start, jnp.arange(S))
@@ -352,14 +364,14 @@ def _sparse_backward(
 
     def layer(carry, item):
         dx_BLD, x_BLD, g_BLS, dw_SD, dparams = carry
-        s, (idx_BC, rows_BCD, z_BL), dalign = item
+        s, (idx_BC, rows_BCD, z_BL, kept), dalign = item
         dnew_BCD, g_BCS, z_BC, positions_BC, valid_BC = _take(
             (dx_BLD, g_BLS, z_BL, positions, valid_BL), idx_BC
         )
         x_BLD = routing.put_rows(x_BLD, idx_BC, rows_BCD)
         apply = lambda layer, rows, z, *stream: _apply(
-            static.update, layer, rows, positions_BC, z, valid_BC, *stream
-        )
+            static, kept, layer, rows, positions_BC, z, valid_BC, *stream
+        )[0]
         stream = (x_BLD, positions) if static.reads_stream else ()
         layer_params = at(params, n, first + s)
         new_BCD, pull = jax.vjp(apply, layer_params, rows_BCD, z_BC, *stream)

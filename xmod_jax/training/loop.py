@@ -152,7 +152,10 @@ class _Run:
         length = self.train.context_length
         self.flops = accounting.flops_per_token(config.model, length)
         self.hardware_flops = accounting.train_hardware_flops_per_token(
-            config.model, length, saved_attention=not is_fused(config.model.compute.value)
+            config.model,
+            length,
+            saved_attention=not is_fused(config.model.compute.value),
+            keep_products=self.train.keep_products,
         )
         # On CPU a donated buffer could be one that a background save still reads.
         donated = () if jax.default_backend() == "cpu" else (0,)

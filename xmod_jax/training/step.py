@@ -6,6 +6,7 @@ Shapes: B sequences of a step, L context, S sparse layers of a stage.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -93,6 +94,7 @@ def training_loss(
     tokens_BL1: jax.Array,
     alignment: float,
     into: Sequence[Stages] | None = None,
+    keep: bool = False,
 ) -> tuple[jax.Array, Auxiliary]:
     """Mean loss of a batch, with the router alignment loss and MoE's balancing loss (SPEC 3, 4).
 
@@ -101,8 +103,9 @@ def training_loss(
       tokens_BL1: int32 [B, L + 1], inputs and targets.
       alignment: coefficient of the alignment loss, itself a mean over tokens and sparse layers.
       into: sums that the gradients of `model.groups` are added to.
+      keep: whether the backward pass is given the layers' products (`TrainConfig.keep_products`).
     """
-    states_BLD, outputs = model(tokens_BL1[:, :-1], TopK(), into=into)
+    states_BLD, outputs = model(tokens_BL1[:, :-1], TopK(), into=into, keep=keep)
     targets_BL = tokens_BL1[:, 1:]
     ones_BL = jnp.ones(targets_BL.shape, jnp.float32)
     loss = cross_entropy(states_BLD, model.whole_head(), targets_BL, ones_BL) / targets_BL.size
@@ -117,12 +120,14 @@ def training_loss(
     return objective, Auxiliary(loss, aligned, balance, kth, load)
 
 
-def accumulated_gradient(model: Decoder, tokens_BL1: jax.Array, alignment: float, parts: int):
+def accumulated_gradient(
+    model: Decoder, tokens_BL1: jax.Array, alignment: float, parts: int, keep: bool = False
+):
     """Gradient and auxiliaries of `training_loss`, means over `parts` micro-batches.
 
     Every `parts`-th sequence belongs to a micro-batch, so that it is the same on every mesh.
     """
-    gradient = jax.grad(training_loss, has_aux=True)
+    gradient = jax.grad(functools.partial(training_loss, keep=keep), has_aux=True)
     if parts == 1:
         return gradient(model, tokens_BL1, alignment)
     tokens = tokens_BL1.reshape(-1, parts, tokens_BL1.shape[1]).swapaxes(0, 1)
@@ -200,7 +205,7 @@ def _make_local_step(config: RunConfig):
 
     def step(state: TrainState, tokens_BL1: jax.Array) -> tuple[TrainState, Metrics]:
         gradient, auxiliary = accumulated_gradient(
-            state.model, tokens_BL1, train.alignment, train.accumulation
+            state.model, tokens_BL1, train.alignment, train.accumulation, train.keep_products
         )
         gradient = collectives.mean_gradient(gradient)
         auxiliary = collectives.batch_mean(auxiliary)
