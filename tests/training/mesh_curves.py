@@ -36,9 +36,12 @@ MODELS = {
 
 
 def run_config(architecture: str) -> RunConfig:
-    """The run; warm-up is short, so that all of it moves."""
-    config = small.run(batch_size=BATCH, context_length=LENGTH, steps=STEPS)
-    return dataclasses.replace(config, model=MODELS[architecture])
+    """The run; warm-up is short, so that all of it moves. ``xmod_kept`` keeps its products."""
+    name, kept, _ = architecture.partition("_kept")
+    config = small.run(
+        batch_size=BATCH, context_length=LENGTH, steps=STEPS, keep_products=bool(kept)
+    )
+    return dataclasses.replace(config, model=MODELS[name])
 
 
 def start(config: RunConfig, mesh: Any) -> TrainState:

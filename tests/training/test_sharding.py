@@ -31,7 +31,7 @@ def curves(*parts):
 
 @pytest.fixture(scope="module")
 def xmod():
-    return curves(f"xmod=one,fsdp:8,{PRODUCT}")
+    return curves(f"xmod=one,fsdp:8,{PRODUCT}", f"xmod_kept=one,{PRODUCT}")
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def foreign(found):
 
 @pytest.mark.slow
 def test_xmod_on_fsdp_and_on_all_axes_trains_as_on_one_device(xmod):
-    assert len(xmod) == 3 and deviating(xmod) == []
+    assert len(xmod) == 5 and deviating(xmod) == []
 
 
 @pytest.mark.slow
