@@ -42,13 +42,19 @@ def bytes_per_device(run: RunConfig, devices: int) -> float:
     """Estimate of the memory that training `run` takes on each of `devices` devices.
 
     State is sharded over all; a micro-batch keeps, for every layer of the active depth, the
-    bfloat16 stream and the attention output, and the float32 working set of one layer.
+    bfloat16 stream and the attention output, and the float32 working set of one layer; with
+    `TrainConfig.keep_products` the layer's products too.
     """
     backbone = run.model.backbone
     micro_batch = run.train.batch_size / run.train.accumulation
     rows = max(1.0, micro_batch / devices) * run.train.context_length
     heads = backbone.num_heads * backbone.head_dim
-    kept = 2 * (backbone.d_model + heads) * float(run.model.hierarchy.active_depth)
+    width = backbone.d_model + heads
+    if run.train.keep_products:
+        width += heads + 2 * backbone.num_kv_heads * backbone.head_dim + backbone.d_model
+        if run.train.context_length <= accounting.FFN_ROWS:
+            width += 2 * backbone.d_ff
+    kept = 2 * width * float(run.model.hierarchy.active_depth)
     working = 4 * (4 * backbone.d_model + 3 * heads + 3 * backbone.d_ff)
     state = STATE_BYTES * accounting.exact_parameters(run.model) / devices
     return state + rows * (kept + working)

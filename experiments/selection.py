@@ -71,7 +71,7 @@ def selected(default_scale: str = AUTO, looks: bool = True) -> Experiment:
     if scale == AUTO and not looks:
         raise UserError("--scale=paper or --scale=mini must be given here: auto looks at devices")
     if scale == AUTO:
-        paper = registry.get(_EXPERIMENT.value, "paper").override(data=_DATA.value)
+        paper = registry.get(_EXPERIMENT.value, "paper").override(None, _DATA.value, _KEEP.value)
         scale, reason = auto_scale(paper, local_devices())
         print(f"--scale=auto chose {scale}: {reason}", file=sys.stderr)
     experiment = registry.get(_EXPERIMENT.value, scale)

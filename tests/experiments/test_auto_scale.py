@@ -43,3 +43,13 @@ def test_more_devices_never_need_more_memory_each(paper):
         # Parameters and their optimiser state alone are a lower bound.
         total = accounting.total_parameters(run.model)
         assert needs[0] > 12 * total
+
+
+@pytest.mark.parametrize(("name", "least"), [("main_556m", 1.2), ("k_sweep_2k", 2.0)])
+def test_kept_products_count(name, least):
+    """In FFNs too where a sequence goes through them in one part."""
+    plain = registry.get(name, "paper")
+    kept = plain.override(keep_products=True)
+    for run, more in zip(plain.runs, kept.runs, strict=True):
+        # On so many devices there are no parameters to speak of.
+        assert bytes_per_device(more, 10**9) > least * bytes_per_device(run, 10**9)
