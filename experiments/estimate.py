@@ -19,9 +19,7 @@ PROBE_SECONDS = 0.2
 def work(run: RunConfig) -> float:
     """Hardware FLOPs of a whole run: training steps and evaluations."""
     train = run.train
-    step = accounting.train_hardware_flops_per_token(
-        run.model, train.context_length, keep_products=train.keep_products
-    )
+    step = accounting.run_hardware_flops_per_token(run)
     forward = accounting.forward_hardware_flops_per_token(run.model, train.context_length)
     evaluations = math.ceil(train.steps / train.eval_every) if train.eval_every else 1
     # Sparse models are evaluated under three routing rules.

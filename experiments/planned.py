@@ -109,9 +109,7 @@ def text(run: RunConfig, plan: Plan, memory: float, peak: float, bandwidth: floa
       bandwidth: bytes that a device sends in a second.
     """
     train = run.train
-    per_token = accounting.train_hardware_flops_per_token(
-        run.model, train.context_length, keep_products=train.keep_products
-    )
+    per_token = accounting.run_hardware_flops_per_token(run)
     compute = per_token * train.tokens_per_step / plan.shape.size / peak
     verdict = "fits" if plan.total <= memory else "does NOT fit"
     return "\n".join(

@@ -50,10 +50,7 @@ class Display:
     @contextlib.contextmanager
     def bar(self, run: RunConfig) -> Iterator[Callable[[Progress], None]]:
         """Shows a bar while the block trains `run`; gives the function that training calls."""
-        train = run.train
-        per_token = accounting.train_hardware_flops_per_token(
-            run.model, train.context_length, keep_products=train.keep_products
-        )
+        per_token = accounting.run_hardware_flops_per_token(run)
         place = self._total - len(self._work) + 1
         terminal = self._stream.isatty()
         with tqdm(

@@ -78,7 +78,10 @@ class Experiment:
     def override(
         self, seed: int | None = None, data: str | None = None, keep_products: bool | None = None
     ) -> Experiment:
-        """The same experiment with another seed or source of data; None keeps what it has."""
+        """The same experiment with another seed, source of data or `TrainConfig.keep_products`.
+
+        None leaves what it has.
+        """
         given = {"seed": seed, "keep_products": keep_products}
         changes: dict[str, Any] = {name: v for name, v in given.items() if v is not None}
         runs = []

@@ -17,7 +17,7 @@ from packaging.version import Version
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 # A configuration can be read, counted and reported where no accelerator library is installed.
-_LIGHT = ("accounting", "config", "errors", "hierarchy", "records", "storage")
+_LIGHT = ("accounting", "claims", "config", "errors", "hierarchy", "records", "storage")
 
 
 def _setup() -> configparser.ConfigParser:

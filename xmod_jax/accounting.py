@@ -20,7 +20,7 @@ import dataclasses
 import math
 from fractions import Fraction
 
-from xmod_jax.config import Backbone, ModelConfig, MoE, Sparse, Update
+from xmod_jax.config import Backbone, ModelConfig, MoE, RunConfig, Sparse, Update
 
 ATTENTION_BLOCK = 256  # largest edge of an attention block in tokens
 FFN_ROWS = 4096  # of a sequence in an FFN at once; products of as many rows lose no speed
@@ -376,6 +376,17 @@ def train_hardware_flops_per_token(
         flops += done.recomputed
         flops += 0 if saved_attention else done.saved
     return flops / context_length
+
+
+def run_hardware_flops_per_token(run: RunConfig, saved_attention: bool = True) -> float:
+    """`train_hardware_flops_per_token` of a run as it is trained."""
+    train = run.train
+    return train_hardware_flops_per_token(
+        run.model,
+        train.context_length,
+        saved_attention=saved_attention,
+        keep_products=train.keep_products,
+    )
 
 
 def mfu(model_flops_per_s: float, peak_flops: float) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -40,15 +40,14 @@ from xmod_jax.nn.moe import ExpertOutput, MoEBlock, moe_layer
 from xmod_jax.nn.routed_stage import Dense, routed_stages
 from xmod_jax.nn.threshold_stage import PAPER_THRESHOLD, threshold_stages
 
-# By whether products are kept for the backward pass.
-_ANCHOR = {
-    keep: Dense(functools.partial(dense_forward, keep=keep), dense_backward)
-    for keep in (False, True)
-}
-_LEAD = {
-    keep: Dense(functools.partial(attention_forward, keep=keep), attention_backward)
-    for keep in (False, True)
-}
+
+def _by_keep(forward: Callable[..., Any], backward: Callable[..., Any]) -> dict[bool, Dense]:
+    """A layer by whether its products are kept for the backward pass."""
+    return {keep: Dense(functools.partial(forward, keep=keep), backward) for keep in (False, True)}
+
+
+_ANCHOR = _by_keep(dense_forward, dense_backward)
+_LEAD = _by_keep(attention_forward, attention_backward)
 Thresholds = tuple[jax.Array, ...]  # per stage group [count, S], of biased logits
 
 

@@ -297,8 +297,13 @@ def dense_backward(
     block: DecoderBlock, x_BLD: jax.Array, phases: Phases, kept: Kept, bar_BLD: jax.Array
 ) -> tuple[DecoderBlock, jax.Array]:
     """Gradients of `dense_layer` to the block and to x; the phases are constants."""
-    layer = lambda block, x_BLD: dense_forward(block, x_BLD, phases, kept)[0]
-    return jax.vjp(layer, block, x_BLD)[1](bar_BLD)
+    return _backward(dense_forward, block, x_BLD, phases, kept, bar_BLD)
+
+
+def _backward(forward, params, x_BLD, phases, kept, bar_BLD):
+    """Gradients of a layer, through its forward pass with what that kept."""
+    layer = lambda params, x_BLD: forward(params, x_BLD, phases, kept)[0]
+    return jax.vjp(layer, params, x_BLD)[1](bar_BLD)
 
 
 def _dense_layer_forward(block, x_BLD, phases, keep):
@@ -342,8 +347,7 @@ def attention_backward(
     layer: AttentionLayer, x_BLD: jax.Array, phases: Phases, kept: Kept, bar_BLD: jax.Array
 ) -> tuple[AttentionLayer, jax.Array]:
     """Gradients of `attention_forward` to the layer and to x."""
-    forward = lambda layer, x_BLD: attention_forward(layer, x_BLD, phases, kept)[0]
-    return jax.vjp(forward, layer, x_BLD)[1](bar_BLD)
+    return _backward(attention_forward, layer, x_BLD, phases, kept, bar_BLD)
 
 
 class FFNBlock(nnx.Module):

@@ -151,11 +151,8 @@ class _Run:
         self.position = batches.get_state()  # of the data, after the last step taken
         length = self.train.context_length
         self.flops = accounting.flops_per_token(config.model, length)
-        self.hardware_flops = accounting.train_hardware_flops_per_token(
-            config.model,
-            length,
-            saved_attention=not is_fused(config.model.compute.value),
-            keep_products=self.train.keep_products,
+        self.hardware_flops = accounting.run_hardware_flops_per_token(
+            config, saved_attention=not is_fused(config.model.compute.value)
         )
         # On CPU a donated buffer could be one that a background save still reads.
         donated = () if jax.default_backend() == "cpu" else (0,)
