@@ -1,8 +1,8 @@
 """Settings of the test process and its children, before JAX starts.
 
 Tests compile hundreds of tiny programs and run each a few times: compilation is the whole cost, so
-it is not optimised and left to XLA's older emitters, which take half as long as the newer ones (these
-run programs faster); equal programs of different tests and child processes compile once.
+it is not optimised and left to XLA's older emitters, which take half as long as the newer ones;
+equal programs of different tests and child processes compile once.
 """
 
 from __future__ import annotations
