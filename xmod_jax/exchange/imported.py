@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 
 import jax.numpy as jnp
 
 from xmod_jax import records
 from xmod_jax.config import Compute, DataConfig, RunConfig, Start, TrainConfig
-from xmod_jax.data import sources
+from xmod_jax.data import sources, vocabulary
 from xmod_jax.errors import UserError
 from xmod_jax.exchange import qwen3, tensors
 from xmod_jax.training.checkpoint import Checkpoints
@@ -46,6 +47,7 @@ def make_run(
             f"--data={data.source} has {dataset.vocab_size} token ids, {folder} only "
             f"{model.config.backbone.vocab_size}"
         )
+    data = dataclasses.replace(data, hash=dataset.hash)
     run = RunConfig(
         EXPERIMENT,
         directory.name,
@@ -60,6 +62,7 @@ def make_run(
     state = TrainState(model, None, model.thresholds(), jnp.zeros((), jnp.int32))
     with tensors.replacing(directory) as temporary:
         records.prepare(temporary, run)
-        with Checkpoints(temporary, run, dataset.hash) as checkpoints:
+        vocabulary.keep(temporary, dataset.tokenizer, dataset.vocabulary)
+        with Checkpoints(temporary, run) as checkpoints:
             checkpoints.save(state, {})
     return run

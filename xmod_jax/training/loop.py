@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 import pathlib
 import time
@@ -20,7 +19,7 @@ from tensorboardX import SummaryWriter
 
 from xmod_jax import accounting, records, sharding, storage
 from xmod_jax.config import RunConfig
-from xmod_jax.data import pipeline, sources
+from xmod_jax.data import pipeline, sources, vocabulary
 from xmod_jax.errors import UserError
 from xmod_jax.nn.attention import is_fused
 from xmod_jax.training.checkpoint import NEWEST, Checkpoints, Keep
@@ -121,9 +120,15 @@ def train(
             config.model.backbone.vocab_size,
         )
     # Only now: a mistake about the data leaves no run behind for a mended configuration to meet.
-    watch.processes.from_leader(functools.partial(records.prepare, directory, config))
-    with Checkpoints(directory, config, dataset.hash, watch.processes, keep) as checkpoints:
-        saves = (config.train.checkpoint_every, keep.every)
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, hash=dataset.hash))
+
+    def prepare() -> None:
+        records.prepare(directory, config)
+        vocabulary.keep(directory, dataset.tokenizer, dataset.vocabulary)
+
+    watch.processes.from_leader(prepare)
+    with Checkpoints(directory, config, watch.processes, keep) as checkpoints:
+        saves = (config.execution.checkpoint_every, keep.every)
         run = _Run(config, directory, dataset, batches, checkpoints, saves, progress, mesh, watch)
         return run.go()
 
@@ -145,6 +150,7 @@ class _Run:
     ) -> None:
         self.config, self.train, self.directory = config, config.train, directory
         self.checkpoints, self.progress, self.dataset = checkpoints, progress, dataset
+        self.every = config.execution.eval_every
         self.saves = saves  # it does at the multiples of each of these steps
         self.mesh, self.watch, self.leads = mesh, watch, watch.processes.leads
         self.batches = batches
@@ -157,6 +163,8 @@ class _Run:
         # On CPU a donated buffer could be one that a background save still reads.
         donated = () if jax.default_backend() == "cpu" else (0,)
         self.step = jit(make_step(config, mesh), donate_argnums=donated)
+        # What steps before a resumption took beyond that: they may have been executed otherwise.
+        self.hardware_flops_before = 0.0
         self.evaluate = make_evaluator(mesh)
         self.tokens_per_s = 0.0
         self.clock: float | None = None  # of the last recorded step; None after other work
@@ -183,13 +191,13 @@ class _Run:
         # A death between the last checkpoint and its records, or a signal: made again. A run that
         # starts from another's weights shows what they are worth before its first step.
         started = self.config.start is not None
-        evaluates = self._due(self.taken, self.train.eval_every) if self.taken else started
+        evaluates = self._due(self.taken, self.every) if self.taken else started
         if evaluates and self._lacks_evaluation():
             self._record_evaluation(self.taken, self.state)
         while self.taken < self.train.steps:
             self._take_step()
             step = self.taken
-            evaluates = self._due(step, self.train.eval_every)
+            evaluates = self._due(step, self.every)
             saves = any(self._due(step, every) for every in self.saves)
             if evaluates or saves:
                 self._record_waiting()
@@ -252,6 +260,9 @@ class _Run:
             return state, step
         for name in (records.TRAIN, records.EVAL):
             records.truncate_after(self.directory / name, step)
+        if lines := records.read_lines(self.directory / records.TRAIN):
+            spent = lines[-1].get("hardware_flops") or 0.0
+            self.hardware_flops_before = spent - lines[-1]["tokens"] * self.hardware_flops
         if (last := self._last_step(records.TRAIN) or 0) < step:
             logging.warning(
                 "%s ends at step %d, the checkpoint is of step %d: the curve keeps a gap",
@@ -298,9 +309,8 @@ class _Run:
 
     def _record_evaluation(self, step: int, state: TrainState) -> None:
         train = self.train
-        sequences = train.batch_size // train.accumulation
         batches = pipeline.eval_batches(
-            self.dataset, train.context_length, sequences, train.eval_sequences
+            self.dataset, train.context_length, self.config.micro_batch, train.eval_sequences
         )
         values = self.evaluate(state.model, state.thresholds, self.watch.until_asked(batches))
         self._check_finite(step, {n: v for n, v in values.items() if n.startswith("loss")})
@@ -315,7 +325,7 @@ class _Run:
             "step": step,
             "tokens": tokens,
             "flops": tokens * self.flops,
-            "hardware_flops": tokens * self.hardware_flops,
+            "hardware_flops": tokens * self.hardware_flops + self.hardware_flops_before,
         }
         storage.append(self.directory / name, place | values)
         kind = pathlib.Path(name).stem

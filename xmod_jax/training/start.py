@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from xmod_jax import upcycling
 from xmod_jax.config import RunConfig, SparseStart, Start
-from xmod_jax.data import sources
+from xmod_jax.data import sources, vocabulary
 from xmod_jax.errors import UserError
 from xmod_jax.records import RunRecord
 from xmod_jax.training.checkpoint import Checkpoints
@@ -37,7 +37,7 @@ def find(directory: pathlib.Path, config: RunConfig, sparse: SparseStart) -> Sta
     source = RunRecord.load(directory)
     if source.config.model != config.model:
         upcycling.check(source.config.model, config.model)
-    theirs, ours = (sources.load(run.data).tokenizer for run in (source.config, config))
+    theirs, ours = _tokenizer(source), sources.load(config.data).tokenizer
     if theirs != ours:
         raise UserError(f"{directory} was trained on tokens of {theirs}, {config.name} has {ours}")
     with _open(source) as checkpoints:
@@ -83,5 +83,9 @@ def started_state(config: RunConfig, mesh: Mesh | None = None) -> TrainState:
 
 def _open(source: RunRecord) -> Checkpoints:
     """The checkpoints of a run that somebody may be training."""
-    data_hash = sources.load(source.config.data).hash
-    return Checkpoints(source.directory, source.config, data_hash, read_only=True)
+    return Checkpoints(source.directory, source.config, read_only=True)
+
+
+def _tokenizer(source: RunRecord) -> str:
+    """The name of a run's tokenizer; one of an earlier version has it in its data."""
+    return vocabulary.kept_name(source.directory) or sources.load(source.config.data).tokenizer

@@ -103,7 +103,7 @@ def training_loss(
       tokens_BL1: int32 [B, L + 1], inputs and targets.
       alignment: coefficient of the alignment loss, itself a mean over tokens and sparse layers.
       into: sums that the gradients of `model.groups` are added to.
-      keep: whether the backward pass is given the layers' products (`TrainConfig.keep_products`).
+      keep: whether the backward pass is given the layers' products (`Execution.keep_products`).
     """
     states_BLD, outputs = model(tokens_BL1[:, :-1], TopK(), into=into, keep=keep)
     targets_BL = tokens_BL1[:, 1:]
@@ -198,14 +198,18 @@ def make_step(
 
 def _make_local_step(config: RunConfig):
     """The step as one device takes it."""
-    train = config.train
+    train, execution = config.train, config.execution
     optimizer = make_optimizer(train.optimizer, train.steps)
     rate = learning_rate(train.optimizer, train.steps)
     decay, moe = config.model.routing.calibration_decay, config.model.moe
 
     def step(state: TrainState, tokens_BL1: jax.Array) -> tuple[TrainState, Metrics]:
         gradient, auxiliary = accumulated_gradient(
-            state.model, tokens_BL1, train.alignment, train.accumulation, train.keep_products
+            state.model,
+            tokens_BL1,
+            train.alignment,
+            execution.accumulation,
+            execution.keep_products,
         )
         gradient = collectives.mean_gradient(gradient)
         auxiliary = collectives.batch_mean(auxiliary)
