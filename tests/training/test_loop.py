@@ -15,6 +15,7 @@ import threading
 
 import numpy as np
 import pytest
+from flax import nnx
 
 from tests.training import small
 from xmod_jax import records
@@ -278,7 +279,7 @@ def test_parameters_that_are_not_finite_are_named_when_a_checkpoint_is_read(valu
     records.prepare(directory, config)
     state = initial_state(config)
     router = state.model.groups[0].sparse.router
-    state.model.groups[0].sparse.router = router.replace(router[...].at[0, 1, 2].set(value))
+    state.model.groups[0].sparse.router = nnx.Param(router[...].at[0, 1, 2].set(value))
     with Checkpoints(directory, config) as checkpoints:
         checkpoints.save(state, {})
     with (
