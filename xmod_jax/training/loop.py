@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import pathlib
 import time
@@ -24,10 +25,18 @@ from xmod_jax.errors import UserError
 from xmod_jax.nn.attention import is_fused
 from xmod_jax.training.checkpoint import NEWEST, Checkpoints, Keep
 from xmod_jax.training.compilation import jit
-from xmod_jax.training.evaluation import make_evaluator
+from xmod_jax.training.evaluation import Evaluator, make_evaluator
 from xmod_jax.training.preemption import Interrupted, Preempted, Watch
 from xmod_jax.training.start import started_state
-from xmod_jax.training.step import Metrics, TrainState, abstract_state, initial_state, make_step
+from xmod_jax.training.step import (
+    Metrics,
+    TrainState,
+    abstract_state,
+    flat,
+    initial_state,
+    make_step,
+    program,
+)
 
 _SMOOTHING = 0.9  # of the measured throughput, per step
 
@@ -55,6 +64,19 @@ class Progress:
     loss: float
     tokens_per_s: float
     eta_s: float
+
+
+@functools.lru_cache(maxsize=1)
+def _programs(config: RunConfig, mesh: Mesh | None) -> tuple[Any, Evaluator]:
+    """The compiled step and evaluation of `program(config)`.
+
+    Those of the last run stay: a sweep that trains its seeds one after another compiles once.
+    """
+    structure = jax.tree.structure(abstract_state(config))
+    # On CPU a donated buffer could be one that a background save still reads.
+    donated = () if jax.default_backend() == "cpu" else (0,)
+    step = jit(flat(make_step(config, mesh), structure), donate_argnums=donated)
+    return step, make_evaluator(mesh)
 
 
 class _Waiting(NamedTuple):
@@ -160,19 +182,18 @@ class _Run:
         self.hardware_flops = accounting.run_hardware_flops_per_token(
             config, saved_attention=not is_fused(config.model.compute.value)
         )
-        # On CPU a donated buffer could be one that a background save still reads.
-        donated = () if jax.default_backend() == "cpu" else (0,)
-        self.step = jit(make_step(config, mesh), donate_argnums=donated)
+        self.step, self.evaluate = _programs(program(config), mesh)
         # What steps before a resumption took beyond that: they may have been executed otherwise.
         self.hardware_flops_before = 0.0
-        self.evaluate = make_evaluator(mesh)
         self.tokens_per_s = 0.0
         self.clock: float | None = None  # of the last recorded step; None after other work
         self.waiting: _Waiting | None = None
 
     def go(self) -> dict[str, Any]:
         """Takes the steps that are left, then marks the run done."""
-        self.state, self.taken = self._start()
+        state, self.taken = self._start()
+        # Between evaluations and saves the state is a list of arrays (`flat`).
+        self.leaves, self.structure = jax.tree.flatten(state)
         self.saved = self.taken  # step of the last checkpoint, if any
         with self._tensorboard(self.taken) as self.board:
             try:
@@ -213,7 +234,7 @@ class _Run:
         if self.mesh is not None:
             batch = sharding.global_batch(batch, self.train.batch_size, self.mesh)
         vote = self.watch.processes.vote(self.watch.arrived)
-        self.state, metrics = self.step(self.state, batch)
+        self.leaves, metrics = self.step(self.leaves, batch)
         self.taken, self.position = self.taken + 1, self.batches.get_state()
         before, self.waiting = self.waiting, _Waiting(self.taken, metrics)
         # Only now read the step before: the device already has work.
@@ -221,6 +242,11 @@ class _Run:
             self._record_step(*before)
         if vote:
             raise Interrupted
+
+    @property
+    def state(self) -> TrainState:
+        """Parameters, optimiser and thresholds after the last step taken."""
+        return jax.tree.unflatten(self.structure, self.leaves)
 
     def _record_waiting(self) -> None:
         if self.waiting:
