@@ -126,7 +126,7 @@ def test_a_folder_that_is_taken_or_cannot_be_written_stays_as_it_was(tmp_path, m
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(qwen3.tensors, "_save", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(UserError, match="No space left"):
         qwen3.write(make_model("dense"), tmp_path / "new", 64)
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 

@@ -220,7 +220,7 @@ def test_a_full_disk_or_a_folder_taken_meanwhile_leaves_nothing(tmp_path, monkey
 
     with monkeypatch.context() as patched:
         patched.setattr(tensors, "_save", full)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(UserError, match=r"deep/new: No space left .* nothing was written"):
             _write(tmp_path / "deep/new")
     assert not list(tmp_path.iterdir())
     with monkeypatch.context() as patched:

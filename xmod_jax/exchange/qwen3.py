@@ -150,9 +150,9 @@ def write(
       beside: what else is written.
 
     Raises:
-      UserError: an architecture that Qwen3 does not have, weights that are not finite, or a folder
-        that is taken.
-      OSError: the disk.
+      UserError: an architecture that Qwen3 does not have, weights that are not finite, a folder
+        that is taken or a disk that is full.
+      OSError: the disk, otherwise.
     """
     settings.check_writable(model.config)
     _refuse_learnt_bias(model)

@@ -26,6 +26,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 _READABLE = ("F64", "F32", "F16", "BF16")  # what safetensors calls the types that are read
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _PICKLED = "pickled weights are not read, as they may run code"
 _UNREAD = {
     ".bin": _PICKLED,
@@ -178,8 +179,8 @@ def write(
       shard_bytes: most bytes of a file; above that there are shards and an index.
 
     Raises:
-      UserError: the folder is taken, or a tensor is not finite in `dtype`.
-      OSError: the disk.
+      UserError: the folder is taken, the disk full, or a tensor not finite in `dtype`.
+      OSError: the disk, otherwise.
     """
     check_free(folder)
     with replacing(folder) as temporary:
@@ -254,7 +255,7 @@ def replacing(folder: pathlib.Path) -> Iterator[pathlib.Path]:
     Folders above it that were made for it go as well.
 
     Raises:
-      UserError: somebody else took the folder meanwhile.
+      UserError: the disk is full, or somebody else took the folder meanwhile.
     """
     folder = folder.resolve()  # a link to a folder stays one
     made = [parent for parent in folder.parents if not parent.exists()]
@@ -267,13 +268,24 @@ def replacing(folder: pathlib.Path) -> Iterator[pathlib.Path]:
         for path in (*temporary.rglob("*"), temporary):
             storage.sync(path)
         _rename(temporary, folder)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
         for parent in made:
             with contextlib.suppress(OSError):
                 parent.rmdir()
+        # Libraries name the temporary folder, or none.
+        if why := _disk_full(error):
+            raise UserError(
+                f"{folder}: {why}: nothing was written; free some space or choose another folder"
+            ) from error
         raise
     storage.sync(folder.parent)
+
+
+def _disk_full(error: BaseException) -> str | None:
+    """Why a disk takes no more; None for any other error. Libraries leave only its text."""
+    said = f"{error} {error.__cause__}"
+    return next((text for code in _FULL if (text := os.strerror(code)) in said), None)
 
 
 def _rename(temporary: pathlib.Path, folder: pathlib.Path) -> None:
