@@ -89,7 +89,8 @@ def test_what_changes_the_model_and_is_not_ours_is_refused_by_name(refusal, chan
         ({"rope_parameters": {"rope_theta": "1e6"}}, "rope_theta must be a positive number"),
         ({"rope_scaling": {"type": "default"}, "rope_parameters": {"type": "default"}}, "only one"),
         ({"rope_theta": None}, "rope_theta must be a positive number, it is None"),
-        ({"rope_theta": 0.5}, "rope_theta must be at least 1"),
+        ({"rope_theta": 0.5}, "rope_theta must be 1 to 1e+12, it is 0.5"),
+        ({"rope_theta": 10**300}, "rope_theta must be 1 to 1e+12"),
     ],
 )
 def test_rotary_embeddings_that_are_not_plain_are_refused(refusal, rope, message):

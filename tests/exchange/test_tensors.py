@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import pathlib
 import struct
 
 import numpy as np
 import pytest
+import safetensors
 from safetensors.numpy import save_file
 
 from tests.exchange import folders
@@ -125,6 +127,24 @@ def test_an_index_that_names_what_is_no_file_is_one_line(tmp_path):
     ]:
         (tmp_path / tensors.INDEX).write_text(json.dumps({"weight_map": {"a": place}}))
         assert f"{place}: {what}, model.safetensors.index.json names it" in _refusal(tmp_path)
+
+
+def test_a_file_that_may_not_be_read_or_mapped_is_one_line(tmp_path, monkeypatch):
+    folders.make(tmp_path / "theirs", CONFIG)
+
+    def fails(*_, **__):
+        raise OSError("No such device (os error 19)")
+
+    monkeypatch.setattr(safetensors, "safe_open", fails)
+    assert "model.safetensors: cannot be read: No such device" in _refusal(tmp_path / "theirs")
+
+    def forbidden(path, *_):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(pathlib.Path, "open", forbidden)
+    with pytest.raises(PermissionError) as error:
+        tensors.TensorFolder(tmp_path / "theirs")
+    assert error.value.filename == str(tmp_path / "theirs/model.safetensors")
 
 
 def test_two_files_that_hold_one_tensor_or_two_ways_to_read_are_one_line(tmp_path):

@@ -69,7 +69,7 @@ def make_run(
     model = checkpoint.model
     run = RunConfig(
         EXPERIMENT,
-        directory.name,
+        directory.resolve().name,
         "dense" if model.config.moe is None else "moe",
         EXPERIMENT,
         EXPERIMENT,

@@ -10,7 +10,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Any
 
 import jax
@@ -113,11 +113,11 @@ def _wanted(shapes: Any, tied: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
                 yield name, shape[::-1] if place.turned else shape
 
 
-def _missing(folder: pathlib.Path, names: set[str]) -> UserError:
+def _missing(folder: pathlib.Path, names: Set[str]) -> UserError:
     return UserError(f"{folder}: tensor {min(names)}{_more(names)} of {CONFIG}'s model is missing")
 
 
-def _more(names: set[str]) -> str:
+def _more(names: Set[str]) -> str:
     return f" and {len(names) - 1} more" if len(names) > 1 else ""
 
 

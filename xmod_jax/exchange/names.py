@@ -107,12 +107,12 @@ class _Part(NamedTuple):
     Attributes:
       name: in the file.
       shape: of the part.
-      index: of the part in the tensor; () for all of it.
+      place: index of the part in the tensor; () for all of it.
     """
 
     name: str
     shape: tuple[int, ...]
-    index: tuple[int | slice, ...] = ()
+    place: tuple[int | slice, ...] = ()
 
 
 class Stored:
@@ -170,7 +170,7 @@ class Stored:
           UserError: as `TensorFolder.read`.
         """
         part = self._parts[name]
-        return self._folder.read(part.name, part.index)
+        return self._folder.read(part.name, part.place)
 
     def _refuse_foreign(self, stored: str) -> None:
         for pattern, what in _FOREIGN:

@@ -26,7 +26,9 @@ _KINDS = {
     "Qwen3MoeModel": "qwen3_moe",
 }
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
-_LONGEST = 10**7  # tokens of a context; nobody has trained a longer one
+# Beyond these a config.json is mistaken: nobody has trained such a model.
+_LONGEST = 10**7  # tokens of a context
+_LARGEST_BASE = 1e12  # of rotary wavelengths
 N = TypeVar("N", int, float)
 
 
@@ -76,7 +78,8 @@ _WITHOUT_EFFECT = _words(
     transformers_version unsloth_version unsloth_fixed dtype torch_dtype use_bfloat16
     torchscript use_cache initializer_range max_window_layers sliding_window attention_dropout
     output_router_logits router_aux_loss_coef pretraining_tp gradient_checkpointing
-    attn_implementation _attn_implementation _attn_implementation_autoset
+    attn_implementation _attn_implementation _attn_implementation_internal
+    _attn_implementation_autoset
     _experts_implementation experts_implementation chunk_size_feed_forward is_decoder
     output_attentions output_hidden_states output_scores return_dict return_dict_in_generate
     tokenizer_class prefix id2label label2id num_labels problem_type finetuning_task
@@ -252,8 +255,8 @@ def _rope_base(said: Mapping[str, Any]) -> float:
     if len({_number(where, "rope_theta", float) for where in bases.values()}) > 1:
         raise ValueError(f"rope_theta has another value in {places[0]} than beside it")
     base = _number(next(iter(bases.values()), said), "rope_theta", float)
-    if base < 1:
-        raise ValueError(f"rope_theta must be at least 1, it is {base}")
+    if not 1 <= base <= _LARGEST_BASE:
+        raise ValueError(f"rope_theta must be 1 to {_LARGEST_BASE:g}, it is {base}")
     return base
 
 

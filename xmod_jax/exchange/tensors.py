@@ -62,6 +62,7 @@ class TensorFolder:
 
         Raises:
           UserError: no safetensors there, or a file that is missing, damaged or cut; names it.
+          OSError: a file that may not be read.
         """
         self._folder = folder
         self._error = library().SafetensorError
@@ -149,10 +150,13 @@ class TensorFolder:
         if not path.is_file():
             what = "not a file" if path.exists() else "no such file"
             raise UserError(f"{path}: {what}, {INDEX} names it")
+        path.open("rb").close()  # the library says of one without permission that it is not there
         try:
             return library().safe_open(path, framework="np")
         except self._error as error:
             raise UserError(f"{path}: damaged or cut, no whole safetensors: {error}") from error
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read: {error}") from error
 
 
 def _is_file_name(name: Any) -> bool:
