@@ -32,6 +32,7 @@ CONFIG = "config.json"
 TRAIN = "train.jsonl"
 EVAL = "eval.jsonl"
 CHECKPOINTS = "checkpoints"
+SOURCE = "huggingface"  # what belongs to imported weights: ids, tokenizer files
 DONE = "DONE"
 FAILED = "FAILED"
 SWEEP = "sweep.json"

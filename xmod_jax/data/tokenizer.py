@@ -174,6 +174,10 @@ class Gpt2Tokenizer:
             raise ValueError(f"an id outside 0 to {self.vocab_size - 1}")
         return str(self._encoding.decode(ids))
 
+    def tokens(self) -> list[bytes]:
+        """The bytes of every id but the end-of-text token's, in order."""
+        return list(map(self._encoding.decode_single_token_bytes, range(self.end_of_text)))
+
 
 # How GPT-2 cuts text into words before it merges bytes (Radford et al. 2019), in tiktoken's form.
 _GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"

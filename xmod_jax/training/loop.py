@@ -23,11 +23,11 @@ from xmod_jax.config import RunConfig
 from xmod_jax.data import pipeline, sources, vocabulary
 from xmod_jax.errors import UserError
 from xmod_jax.nn.attention import is_fused
+from xmod_jax.training import start
 from xmod_jax.training.checkpoint import NEWEST, Checkpoints, Keep
 from xmod_jax.training.compilation import jit
 from xmod_jax.training.evaluation import Evaluator, make_evaluator
 from xmod_jax.training.preemption import Interrupted, Preempted, Watch
-from xmod_jax.training.start import started_state
 from xmod_jax.training.step import (
     Metrics,
     TrainState,
@@ -272,7 +272,9 @@ class _Run:
     def _start(self) -> tuple[TrainState, int]:
         """Fresh or restored state and its step; records later than it are dropped."""
         if self.checkpoints.latest is None and self.config.start is not None:
-            state = started_state(self.config, self.mesh)
+            state = start.started_state(self.config, self.mesh)
+            if self.leads:
+                start.carry(self.config, self.directory)
             # From now on the run needs nothing of the other.
             self.checkpoints.save(state, self.position)
         elif self.checkpoints.latest is None:

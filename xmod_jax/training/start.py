@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from xmod_jax import upcycling
+from xmod_jax import records, storage, upcycling
 from xmod_jax.config import RunConfig, SparseStart, Start
 from xmod_jax.data import sources, vocabulary
 from xmod_jax.errors import UserError
@@ -79,6 +79,21 @@ def started_state(config: RunConfig, mesh: Mesh | None = None) -> TrainState:
 
     placed = None if mesh is None else shardings(config, mesh)
     return jit(make, out_shardings=placed)(weights, np.uint32(config.train.seed))
+
+
+def carry(config: RunConfig, directory: pathlib.Path) -> None:
+    """Takes along what belongs to imported weights, so that the run needs its start no more.
+
+    Args:
+      config: a run with a start.
+      directory: its run directory.
+    """
+    assert config.start is not None
+    source = pathlib.Path(config.start.directory) / records.SOURCE
+    for path in source.rglob("*") if source.is_dir() else ():
+        if path.is_file():
+            place = directory / records.SOURCE / path.relative_to(source)
+            storage.write_atomically(place, path.read_bytes())
 
 
 def _open(source: RunRecord) -> Checkpoints:
