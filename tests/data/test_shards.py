@@ -87,16 +87,23 @@ def test_a_shard_that_disappears_after_opening_is_named(directory, tmp_path):
         dataset.train[0:10]
 
 
+def manifest_of(written: tuple[Shard, ...], tokenizer: str = "bytes", end: int = END) -> Manifest:
+    size = end + 1
+    digest = shards.fingerprint(tokenizer, size, iter(written))
+    return Manifest(tokenizer, size, end, written, (), 0.1, (), digest)
+
+
 def test_an_empty_shard_is_whole(directory, tmp_path):
     writer = ShardWriter(tmp_path / "empty", 257)
     empty = writer.close()
     assert (empty.tokens, empty.documents) == (0, 0)
     writer = ShardWriter(tmp_path / "full", 257)
-    writer.add(np.arange(10), 1)
-    manifest = Manifest("bytes", 257, END, (empty, writer.close(), empty), (), 0.1, (), "")
+    writer.add(np.append(np.arange(10), END), 1)
+    written = (empty, writer.close(), empty)
+    manifest = manifest_of(written)
     shards.verify(tmp_path, manifest)
     tokens = ShardedTokens(tmp_path, manifest, "train")
-    assert tokens[0:99].tolist() == [END, *range(10)]
+    assert tokens[0:99].tolist() == [END, *range(10), END]
 
 
 @pytest.mark.parametrize(
@@ -119,8 +126,6 @@ def test_verification_finds_tokens_that_were_replaced(directory, tmp_path):
     manifest = Manifest.read(directory)
     shard = manifest.train[0]
     wrong = Shard(shard.file, shard.tokens, shard.documents, shard.size, "0" * 32)
-    changed = Manifest(
-        "bytes", 257, END, (wrong,), manifest.heldout, 0.2, manifest.sources, manifest.hash
-    )
+    changed = manifest_of((wrong,))
     with pytest.raises(UserError, match="are not those prepared"):
         shards.verify(directory, changed)

@@ -228,10 +228,9 @@ def _jsonl(documents: Documents) -> Iterator[tuple[str, Any]]:
         except (ValueError, RecursionError) as error:
             reason = f"not JSON: {error}; a line holds one object"
             raise UserError(f"{path}: {place}: {reason}") from error
-        if isinstance(value, list):
-            raise UserError(f"{path}: {place}: a list; a line holds one object: write them so")
         if not isinstance(value, dict) or field not in value:
-            raise UserError(f"{path}: {place}: no key {field!r}; choose one with --field")
+            shape = "" if isinstance(value, dict) else "; a line holds one object, and this is none"
+            raise UserError(f"{path}: {place}: no key {field!r}; choose one with --field{shape}")
         if isinstance(value, _Repeated) and field in value.keys_repeated:
             raise UserError(f"{path}: {place}: {field!r} stands there twice: leave one")
         if not isinstance(value[field], str | None):

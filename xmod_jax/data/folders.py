@@ -137,9 +137,7 @@ def _as_kind(look: _Look, kind: str | None) -> _Look:
     return dataclasses.replace(look, kind=kind or look.kind)
 
 
-def _of_folder(
-    folder: pathlib.Path, kind: str | None, warn: Callable[[str], None]
-) -> list[_Look]:
+def _of_folder(folder: pathlib.Path, kind: str | None, warn: Callable[[str], None]) -> list[_Look]:
     """The data of a folder: files of one kind, and warnings of what is left out."""
     looks = [_look(path) for path in sorted(_files(folder, set()))]
     cards = {look for look in looks if look.path.parent == folder and _is_card(look.path)}

@@ -34,7 +34,10 @@ _KNOWN = (
     (b"\xff\xd8\xff", "a JPEG image"),
     (b"GIF8", "a GIF image"),
     (b"\x7fELF", "a program"),
-    (b"version https://git-lfs.github.com/spec/", "a Git LFS pointer: get the file by git lfs pull"),
+    (
+        b"version https://git-lfs.github.com/spec/",
+        "a Git LFS pointer: fetch it (git lfs pull)",
+    ),
 )
 _TAR = (257, b"ustar")
 _WIDE = (  # longer marks first: UTF-32's begins with UTF-16's

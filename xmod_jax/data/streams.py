@@ -73,9 +73,7 @@ def _check_name(path: str, packing: str | None, head: bytes) -> None:
         return
     if not head:
         raise UserError(f"{path}: cut: a packed file is never empty: get it again")
-    raise UserError(
-        f"{path}: not packed by {named}, as its name says: it is damaged, or rename it"
-    )
+    raise UserError(f"{path}: not packed by {named}, as its name says: it is damaged, or rename it")
 
 
 def _zstd(raw: IO[bytes]) -> Any:
