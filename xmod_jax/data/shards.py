@@ -109,12 +109,10 @@ class Manifest:
 
 
 def _check_numbers(manifest: Manifest) -> None:
-    numbers, texts = (
-        (manifest.vocab_size, manifest.end_of_text),
-        (manifest.tokenizer, manifest.hash),
-    )
-    if not all(type(n) is int for n in numbers) or not all(type(t) is str for t in texts):
-        raise ValueError("vocabulary or tokenizer are of the wrong type")
+    if not all(type(n) is int for n in (manifest.vocab_size, manifest.end_of_text)):
+        raise ValueError("its vocabulary is not a whole number")
+    if not all(type(t) is str for t in (manifest.tokenizer, manifest.hash)):
+        raise ValueError("its tokenizer or hash is no text")
     if not 0 <= manifest.end_of_text < manifest.vocab_size <= 1 << 32:
         raise ValueError("the end of text is not in the vocabulary")
     if not all(isinstance(source, dict) for source in manifest.sources):
