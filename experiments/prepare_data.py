@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from absl import flags
@@ -78,13 +78,13 @@ def main() -> None:
             _workers(warn),
             lambda progress: _show(bar, progress),
         )
-    print(f"{output}: {_told(manifest)}", flush=True)
-    before = tuple(warnings)
-    _warn_of_documents(manifest, warn)
-    if before:  # they have scrolled away
-        print(f"{len(warnings)} warnings, the first of them again:", file=sys.stderr)
-        print("".join(f"warning: {message}\n" for message in before), end="", file=sys.stderr)
-    print(f"train on it with --data={output}")
+    print(f"{output}: {_told(manifest)}")
+    print(f"train on it with --data={output}", flush=True)
+    warnings += _doubts(manifest)
+    if warnings:  # also those that have scrolled away
+        print(f"warnings: {len(warnings)}", file=sys.stderr)
+        for message in warnings:
+            print(f"warning: {message}", file=sys.stderr)
 
 
 def _verify(output: pathlib.Path) -> None:
@@ -123,25 +123,25 @@ def _warn_of_flags(sources: Sequence[documents.Source], warn: Callable[[str], No
         )
 
 
-def _warn_of_documents(manifest: shards.Manifest, warn: Callable[[str], None]) -> None:
-    """Warns of what the documents turned out to be."""
+def _doubts(manifest: shards.Manifest) -> Iterator[str]:
+    """Warnings of what the documents turned out to be."""
     if not manifest.tokens("heldout"):
-        warn(
+        yield (
             "no document is held out, and training evaluates on those: raise --heldout_share, give "
             "more text, or cut plain text by --documents=line or paragraph, into another folder"
         )
     hollow = [source["path"] for source in manifest.sources if not _read_of(source)]
     if hollow:
-        warn(f"{len(hollow)} inputs hold no document, such as {hollow[0]}")
-    documents_read = sum(source.get("documents", 0) for source in manifest.sources)
+        yield f"{len(hollow)} of the inputs hold no document, such as {hollow[0]}"
+    all_documents = _count(manifest, "documents")
     for name, what in (
         ("nul", "hold NUL characters, which text seldom does"),
-        ("invalid", "were mended by U+FFFD: is it another encoding than UTF-8?"),
+        ("invalid", "were mended by U+FFFD: perhaps text of another encoding than UTF-8"),
     ):
         where = [source["path"] for source in manifest.sources if source.get(name)]
         if where:
             count = _count(manifest, name)
-            warn(f"{count:,} of {documents_read:,} documents {what}, such as in {where[0]}")
+            yield f"{count:,} of {all_documents:,} documents {what}; first in {where[0]}"
 
 
 def _read_of(source: dict[str, Any]) -> int:

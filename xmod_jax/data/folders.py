@@ -112,6 +112,8 @@ def _doubt(name: str, head: bytes) -> str:
     if ending in _MARKED:
         return f"{ending} is read as plain text, with all its marks"
     line, end, _ = head.partition(b"\n")
+    if b"\r" in head and not end:
+        return "has carriage returns for line ends, and is one long line so"
     if line.startswith(b"{") and (end or len(head) < formats.HEAD):
         try:
             if isinstance(json.loads(line), dict):
@@ -156,7 +158,7 @@ def _of_folder(folder: pathlib.Path, kind: str | None, warn: Callable[[str], Non
     if left:
         what = _NAMES[kind or mine[0].kind or TEXT]
         warn(
-            f"{folder}: {_counted(left)} left out, not {what}, or beside it: {_some(left)}; to "
+            f"{folder}: {_counted(left)} left out, no {what} or none of the data: {_some(left)}; to "
             "read them, name them in --input"
         )
     return [_as_kind(look, kind) for look in mine]

@@ -16,7 +16,7 @@ _KNOWN = (
     (b"PK\x03\x04", f"a ZIP archive: {_UNPACK}"),
     (b"PK\x05\x06", f"an empty ZIP archive: {_UNPACK}"),
     (b"\xfd7zXZ\0", "packed by xz: unpack it (unxz)"),
-    (b"BZh", "packed by bzip2: unpack it (bunzip2)"),
+    (b"BZh91AY&SY", "packed by bzip2: unpack it (bunzip2)"),
     (b"7z\xbc\xaf\x27\x1c", f"a 7z archive: {_UNPACK}"),
     (b"Rar!\x1a\x07", f"a RAR archive: {_UNPACK}"),
     (b"\x04\x22\x4d\x18", "packed by lz4: unpack it (unlz4)"),
@@ -25,20 +25,20 @@ _KNOWN = (
     (b"%PDF-", "a PDF document: give its text"),
     (b"SQLite format 3\0", "an SQLite database: export its text"),
     (b"ARROW1\0\0", "an Arrow or Feather file: write it as parquet"),
-    (b"FEA1", "a Feather file: write it as parquet"),
     (b"\xff\xff\xff\xff", "an Arrow stream, or binary data: write it as parquet"),
     (b"Obj\x01", "an Avro file: write it as parquet"),
     (b"\x89HDF\r\n\x1a\n", "an HDF5 file: export its text"),
     (b"\x93NUMPY", "a NumPy array: export its text"),
     (b"\x89PNG\r\n\x1a\n", "a PNG image"),
     (b"\xff\xd8\xff", "a JPEG image"),
-    (b"GIF8", "a GIF image"),
+    (b"GIF89a", "a GIF image"),
     (b"\x7fELF", "a program"),
     (
         b"version https://git-lfs.github.com/spec/",
         "a Git LFS pointer: fetch it (git lfs pull)",
     ),
 )
+_PICKLE = re.compile(rb"\x80[\x02-\x05]")
 _TAR = (257, b"ustar")
 _WIDE = (  # longer marks first: UTF-32's begins with UTF-16's
     (codecs.BOM_UTF32_LE, "UTF-32"),
@@ -61,7 +61,7 @@ def packing(head: bytes) -> str | None:
 
 def is_parquet(head: bytes) -> bool:
     """Whether a file that begins so is parquet."""
-    return head.startswith(_PARQUET)
+    return head.startswith(_PARQUET) and head[4:5] < b" "  # a text may begin with these letters
 
 
 def foreign(head: bytes) -> str | None:
@@ -76,6 +76,8 @@ def foreign(head: bytes) -> str | None:
     start, magic = _TAR
     if head[start:].startswith(magic):
         return f"a tar archive: {_UNPACK}"
+    if _PICKLE.match(head):
+        return "a pickle of Python: write its text as JSON lines"
     for mark, encoding in _WIDE:
         if head.startswith(mark):
             return _recode(encoding)
