@@ -189,3 +189,30 @@ def test_a_value_nested_too_deep_is_refused(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": ' + "[" * 100_000 + "\n")
     assert "line 1: not JSON" in refused(path)
+
+
+def test_a_key_that_a_line_names_twice_is_refused_where_it_is_the_text(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"id": 1, "id": 2, "text": "a", "meta": {"text": 1, "text": 2}}\n')
+    assert read(path) == ["a"]
+    path.write_text('{"text": "a"}\n{"text": "b", "te\\u0078t": "c"}\n')
+    assert "line 2: 'text' stands there twice" in refused(path)
+
+
+def test_documents_that_hold_nul_characters_are_counted(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a\\u0000"}\n{"text": "b"}\n')
+    reading = Documents(find([str(path)], None)[0], Reading())
+    assert list(reading) == ["a\0", "b"] and reading.nul == 1
+
+
+def test_the_place_of_the_newest_document_is_known(tmp_path):
+    path = parquet_file(tmp_path / "a.parquet", pyarrow.array(["one", None, "two"]))
+    reading = Documents(find([str(path)], None)[0], Reading(skip_null=True))
+    assert [(text, reading.place) for text in reading] == [("one", "row 1"), ("two", "row 3")]
+
+
+def test_text_of_another_encoding_is_refused_with_the_way_to_utf8(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("Une ligne en français, déjà vue.\n" * 99, encoding="latin-1")
+    assert "make it UTF-8 if it is of another encoding" in refused(path)

@@ -101,7 +101,7 @@ def prepare(
     """
     tokenizer = get_tokenizer(settings.tokenizer, settings.vocabulary)
     _check_output(output, sources, settings)
-    with _claimed(output):
+    with _claimed(output, sources, settings):
         _bind(output, sources, settings)
         if (output / MANIFEST).exists():
             manifest = Manifest.read(output)
@@ -125,12 +125,14 @@ def _remove_temporaries(output: pathlib.Path) -> None:
 
 
 @contextlib.contextmanager
-def _claimed(output: pathlib.Path) -> Iterator[None]:
-    """Holds the directory; waits for another process that prepares it."""
+def _claimed(output: pathlib.Path, sources: Sequence[Source], settings: Settings) -> Iterator[None]:
+    """Holds the directory; waits for another process that prepares the same in it."""
     with contextlib.ExitStack() as held:
         try:
             held.enter_context(claims.claim(output))
         except claims.RunClaimed:
+            if (output / SETTINGS).exists():
+                _check_bound(output, sources, settings)
             logging.warning("%s is being prepared by another process: waiting for it", output)
             held.enter_context(claims.claim(output, wait=True))
         yield
@@ -144,8 +146,12 @@ def _check_output(output: pathlib.Path, sources: Sequence[Source], settings: Set
         if output.exists() and any(p.name != claims.LOCK for p in output.iterdir()):
             raise UserError(f"{output} holds other files: choose a new or empty folder")
         return
-    if not _begun(output):
-        return
+    if _begun(output):
+        _check_bound(output, sources, settings)
+
+
+def _check_bound(output: pathlib.Path, sources: Sequence[Source], settings: Settings) -> None:
+    """Refuses a directory that is bound to other sources or settings."""
     theirs = storage.read_json(output / SETTINGS)
     for name, ours in _identity(sources, settings).items():
         if theirs.get(name) != ours:
