@@ -158,8 +158,8 @@ def _of_folder(folder: pathlib.Path, kind: str | None, warn: Callable[[str], Non
     if left:
         what = _NAMES[kind or mine[0].kind or TEXT]
         warn(
-            f"{folder}: {_counted(left)} left out, no {what} or none of the data: {_some(left)}; to "
-            "read them, name them in --input"
+            f"{folder}: {_counted(left)} left out, no {what} or none of the data: {_some(left)}; "
+            "to read them, name them in --input"
         )
     return [_as_kind(look, kind) for look in mine]
 

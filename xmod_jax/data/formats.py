@@ -90,7 +90,7 @@ def _recode(encoding: str) -> str:
 
 def _wide(head: bytes) -> str | None:
     """UTF-32 or UTF-16 without its mark: the NULs of most letters stand at the same places."""
-    if not head.count(0):
+    if head.count(0) < 2:
         return None
     fours, twos = [_nulls(head, 4, i) for i in range(4)], [_nulls(head, 2, i) for i in range(2)]
     for order, upper in (("LE", (2, 3)), ("BE", (0, 1))):
@@ -110,7 +110,7 @@ def _nulls(head: bytes, step: int, start: int) -> float:
 
 def _binary(head: bytes) -> str | None:
     controls = len(head) - len(head.translate(None, _CONTROLS))
-    if head.count(0) > len(head) / 100 or controls > len(head) / 10:
+    if head.count(0) > max(len(head) / 100, 1) or controls > max(len(head) / 10, 1):
         return f"binary data: {_TEXT_ONLY}"
     text = head.decode(errors="replace")
     invalid = text.count("\ufffd") - head.count("\ufffd".encode())
