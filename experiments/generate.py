@@ -96,7 +96,7 @@ def _prompts() -> list[str]:
     if _PROMPT_FILE.value:
         path = pathlib.Path(_PROMPT_FILE.value)
         try:
-            lines = path.read_text("utf-8").splitlines()
+            lines = path.read_text("utf-8-sig").splitlines()  # a byte order mark is no text
         except UnicodeDecodeError as error:
             raise UserError(f"{path}: not UTF-8 text: {error}") from error
         prompts += [line for line in lines if line.strip()]

@@ -69,15 +69,13 @@ def test_parquet_is_read_by_its_text_column(tmp_path, kind):
 
 
 def test_a_folder_gives_its_files_by_name_and_no_hidden_ones(tmp_path):
-    for name in ("b.txt", "a/c.txt", ".hidden", "a.jsonl.gz", "z.parquet"):
+    for name in ("b.txt", "a/c.txt", ".hidden", "d.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x")
     found = find([str(tmp_path)], None)
     names = [pathlib.Path(source.path).name for source in found]
-    assert names == ["c.txt", "a.jsonl.gz", "b.txt", "z.parquet"]
-    assert [source.kind for source in found] == ["text", "jsonl", "text", "parquet"]
-    (only,) = find([str(tmp_path)], documents.PARQUET)
-    assert only.path.endswith("z.parquet")
+    assert names == ["c.txt", "b.txt", "d.md"]
+    assert {source.kind for source in found} == {"text"}
 
 
 def test_missing_and_empty_inputs_are_refused(tmp_path):
@@ -161,11 +159,12 @@ def test_the_share_that_has_been_read_ends_at_one(tmp_path):
 
 
 def test_a_folder_is_read_through_its_links(tmp_path):
-    for name in ("texts/a.txt", "elsewhere/b.txt", "elsewhere/.hidden.txt", "texts/.c/d.txt"):
+    names = ("texts/a.txt", "elsewhere/b.txt", "c.txt", "elsewhere/.hidden.txt", "texts/.c/d.txt")
+    for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     texts = tmp_path / "texts"
-    (texts / "link.txt").symlink_to(tmp_path / "elsewhere/b.txt")
+    (texts / "link.txt").symlink_to(tmp_path / "c.txt")
     (texts / "more").symlink_to(tmp_path / "elsewhere")
     found = [pathlib.Path(source.path).relative_to(texts) for source in find([str(texts)], None)]
     assert list(map(str, found)) == ["a.txt", "link.txt", "more/b.txt"]
@@ -190,3 +189,30 @@ def test_a_value_nested_too_deep_is_refused(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": ' + "[" * 100_000 + "\n")
     assert "line 1: not JSON" in refused(path)
+
+
+def test_a_key_that_a_line_names_twice_is_refused_where_it_is_the_text(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"id": 1, "id": 2, "text": "a", "meta": {"text": 1, "text": 2}}\n')
+    assert read(path) == ["a"]
+    path.write_text('{"text": "a"}\n{"text": "b", "te\\u0078t": "c"}\n')
+    assert "line 2: 'text' stands there twice" in refused(path)
+
+
+def test_documents_that_hold_nul_characters_are_counted(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a\\u0000"}\n{"text": "b"}\n')
+    reading = Documents(find([str(path)], None)[0], Reading())
+    assert list(reading) == ["a\0", "b"] and reading.nul == 1
+
+
+def test_the_place_of_the_newest_document_is_known(tmp_path):
+    path = parquet_file(tmp_path / "a.parquet", pyarrow.array(["one", None, "two"]))
+    reading = Documents(find([str(path)], None)[0], Reading(skip_null=True))
+    assert [(text, reading.place) for text in reading] == [("one", "row 1"), ("two", "row 3")]
+
+
+def test_text_of_another_encoding_is_refused_with_the_way_to_utf8(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("Une ligne en français, déjà vue.\n" * 99, encoding="latin-1")
+    assert "make it UTF-8 if it is of another encoding" in refused(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import pickle
 import random
 import shutil
 import sys
@@ -109,3 +110,58 @@ def test_without_tiktoken_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     with pytest.raises(UserError, match="install the extra gpt2"):
         Gpt2Tokenizer()
+
+
+_SPACES = [" ", "\n", "\t", "\r\n", "\x85", "\xa0", "\u2028", "\u3000"]
+_OTHERS = ["a", "é", "'s", "1", "!", "🙂", "\x1c", "\u200b", "\u180e"]
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.lists(st.sampled_from(_SPACES * 2 + _OTHERS), max_size=14).map("".join))
+def test_long_white_space_is_cut_where_the_ids_stay_the_same(published, text):
+    short = tokenizer.re.compile(rf"(?<!{tokenizer._SPACE}){tokenizer._SPACE}{{3,}}+")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer, "_LONG", 3)
+        patch.setattr(tokenizer, "_LONG_SPACE", short)
+        pieces = list(tokenizer._pieces(text))
+        ids = get_tokenizer("gpt2").encode(text)
+    assert "".join(pieces) == text and all(pieces[1:])
+    np.testing.assert_array_equal(ids, published.encode_ordinary(text))
+
+
+@pytest.mark.parametrize("space", [" ", "\n", "\t\n ", "\u3000"])
+def test_a_million_blanks_before_a_word_are_tokenised(published, space):
+    """tiktoken panics at them; that panic is no Exception and ended every worker."""
+    blanks = space * (1_100_000 // len(space))
+    before, after = "word", f"{blanks[-1]}next word"
+    ids = get_tokenizer("gpt2").encode(before + blanks + after[1:])
+    parts = [before, blanks[:-1], after]
+    expected = [token for part in parts for token in published.encode_ordinary(part)]
+    np.testing.assert_array_equal(ids, expected)
+    (batched,) = get_tokenizer("gpt2").encode_batch([before + blanks + after[1:]], threads=2)
+    np.testing.assert_array_equal(batched, expected)
+
+
+def test_a_text_that_tiktoken_panics_at_is_named(monkeypatch):
+    class PanicException(BaseException):
+        """As PyO3's: no Exception."""
+
+    class Panicking:
+        def encode_ordinary(self, text):
+            if "bad" in text:
+                raise PanicException("unwrap")
+            return [1]
+
+        def encode_ordinary_batch(self, texts, num_threads):
+            return [self.encode_ordinary(text) for text in texts]
+
+    encoder = Gpt2Tokenizer()
+    monkeypatch.setattr(encoder, "_encoding", Panicking())
+    for threads in (1, 2):
+        with pytest.raises(tokenizer.Untokenizable, match="gives up on this text") as error:
+            encoder.encode_batch(["fine", "a bad one", "fine"], threads)
+        assert error.value.index == 1 and "'a bad one'" in str(error.value)
+    with pytest.raises(UserError):
+        encoder.encode("a bad one")
+    again = pickle.loads(pickle.dumps(error.value))  # as it comes from a worker process
+    assert (str(again), again.index) == (str(error.value), 1)

@@ -249,7 +249,7 @@ def die_at(function):
     return wrapper
 preparation.ShardWriter.add = die_at(preparation.ShardWriter.add)
 preparation.ShardWriter.close = die_at(preparation.ShardWriter.close)
-preparation._write_heldout = die_at(preparation._write_heldout)
+preparation.heldout_files.write = die_at(preparation.heldout_files.write)
 preparation.storage.write_json = die_at(preparation.storage.write_json)
 preparation.shutil.rmtree = die_at(preparation.shutil.rmtree)
 settings = preparation.Settings(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import pathlib
 
@@ -87,16 +89,23 @@ def test_a_shard_that_disappears_after_opening_is_named(directory, tmp_path):
         dataset.train[0:10]
 
 
+def manifest_of(written: tuple[Shard, ...], tokenizer: str = "bytes", end: int = END) -> Manifest:
+    size = end + 1
+    digest = shards.fingerprint(tokenizer, size, iter(written))
+    return Manifest(tokenizer, size, end, written, (), 0.1, (), digest)
+
+
 def test_an_empty_shard_is_whole(directory, tmp_path):
     writer = ShardWriter(tmp_path / "empty", 257)
     empty = writer.close()
     assert (empty.tokens, empty.documents) == (0, 0)
     writer = ShardWriter(tmp_path / "full", 257)
-    writer.add(np.arange(10), 1)
-    manifest = Manifest("bytes", 257, END, (empty, writer.close(), empty), (), 0.1, (), "")
+    writer.add(np.append(np.arange(10), END), 1)
+    written = (empty, writer.close(), empty)
+    manifest = manifest_of(written)
     shards.verify(tmp_path, manifest)
     tokens = ShardedTokens(tmp_path, manifest, "train")
-    assert tokens[0:99].tolist() == [END, *range(10)]
+    assert tokens[0:99].tolist() == [END, *range(10), END]
 
 
 @pytest.mark.parametrize(
@@ -119,8 +128,63 @@ def test_verification_finds_tokens_that_were_replaced(directory, tmp_path):
     manifest = Manifest.read(directory)
     shard = manifest.train[0]
     wrong = Shard(shard.file, shard.tokens, shard.documents, shard.size, "0" * 32)
-    changed = Manifest(
-        "bytes", 257, END, (wrong,), manifest.heldout, 0.2, manifest.sources, manifest.hash
-    )
+    changed = manifest_of((wrong,))
     with pytest.raises(UserError, match="are not those prepared"):
         shards.verify(directory, changed)
+
+
+def shard_of(folder: pathlib.Path, ids: list[int], documents: int, vocab_size: int) -> Shard:
+    writer = ShardWriter(folder / "shard", vocab_size)
+    writer.add(np.array(ids), documents)
+    return writer.close()
+
+
+def test_ids_of_another_tokenizer_are_found_by_verification_and_by_reading(tmp_path):
+    shard = shard_of(tmp_path, [15496, 995, 50256], 1, 50257)
+    manifest = manifest_of((shard,))
+    with pytest.raises(UserError, match=r"token 50256 in a vocabulary of 257") as error:
+        shards.verify(tmp_path, manifest)
+    assert str(tmp_path / "shard") in str(error.value)
+    with pytest.raises(UserError, match="made by another tokenizer"):
+        ShardedTokens(tmp_path, manifest, "train")[0:3]
+
+
+def test_bytes_under_a_larger_vocabulary_are_found_by_their_ends_of_text(tmp_path):
+    shard = shard_of(tmp_path, [72, 105, 256, 72, 256], 2, 257)
+    shards.verify(tmp_path, manifest_of((shard,)))
+    with pytest.raises(UserError, match="0 ends of text for 2 documents"):
+        shards.verify(tmp_path, manifest_of((shard,), "gpt2", 50256))
+
+
+def test_a_manifest_that_was_changed_is_found(tmp_path):
+    shard = shard_of(tmp_path, [72, 256], 1, 257)
+    with pytest.raises(UserError, match=r"bytes has \(257, 256\)"):
+        shards.verify(tmp_path, manifest_of((shard,), "bytes", 300))
+    manifest = dataclasses.replace(manifest_of((shard,)), hash="another")
+    with pytest.raises(UserError, match="its hash is not that of its shards"):
+        shards.verify(tmp_path, manifest)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"vocab_size": "257"},
+        {"end_of_text": 257},
+        {"vocab_size": -1},
+        {"tokenizer": None},
+        {"hash": 3},
+        {"sources": [1]},
+        {"sources": 3},
+    ],
+)
+def test_a_manifest_of_wrong_types_is_refused(tmp_path, directory, change):
+    content = json.loads((directory / shards.MANIFEST).read_text()) | change
+    (tmp_path / shards.MANIFEST).write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"manifest.json: not a manifest"):
+        Manifest.read(tmp_path)
+
+
+def test_a_slice_of_nothing_at_a_record_s_bound_is_empty(tmp_path):
+    shard = shard_of(tmp_path, [1] * (CHUNK + 5), 1, 257)
+    tokens = ShardedTokens(tmp_path, manifest_of((shard,)), "train")
+    assert len(tokens[CHUNK + 1 : CHUNK + 1]) == 0

@@ -31,9 +31,9 @@ def saved(tmp_path_factory):
 
 
 def _batch(saved, tmp_path):
-    """Two prompts from a file, greedily: the objects printed."""
+    """Two prompts from a file with a byte order mark, greedily: the objects printed."""
     prompts = tmp_path / "prompts.txt"
-    prompts.write_text("def main(\n\nNaïve text that is longer than the other\n")
+    prompts.write_text("\ufeffdef main(\n\nNaïve text that is longer than the other\n")
     done = _run(*COMMON, f"--checkpoint={saved}", f"--prompt_file={prompts}", "--format=json")
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]

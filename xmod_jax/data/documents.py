@@ -6,27 +6,26 @@ unless `Reading` says to leave it out or to mend it, and then it is counted.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
-import gzip
 import hashlib
 import json
 import os
-import pathlib
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any
 
+from absl import logging
+
+from xmod_jax.data import columns, folders, formats, streams
+from xmod_jax.data.folders import JSONL, PARQUET, TEXT
 from xmod_jax.errors import UserError
 
-PARQUET, TEXT, JSONL, TFDS = "parquet", "text", "jsonl", "tfds"
+TFDS = "tfds"
 KINDS = (PARQUET, TEXT, JSONL, TFDS)
 UNITS = ("file", "line", "paragraph")  # what a document of plain text is
 MAX_DOCUMENT = 64 << 20  # bytes; a document is held in memory as a whole
-_PARQUET_ROWS = 256
 _TFDS_PART = 20_000  # documents of one piece of work
-_JSON_ENDINGS = (".jsonl", ".ndjson", ".json")
-_PACKED = (".gz", ".zst")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,62 +64,27 @@ class Reading:
     skip_null: bool = False
 
 
-def find(inputs: Sequence[str], kind: str | None) -> tuple[Source, ...]:
+def find(
+    inputs: Sequence[str], kind: str | None, warn: Callable[[str], None] = logging.warning
+) -> tuple[Source, ...]:
     """The sources that `inputs` name: files, folders (all files below, by name) or TFDS names.
 
     Args:
       inputs: paths, or ``NAME``, ``NAME:version``, ``NAME[split]`` for TFDS.
-      kind: one of KINDS; None: by the files' endings.
+      kind: one of KINDS; None: what the files are.
+      warn: is told what is left out or may be a mistake.
 
     Raises:
-      UserError: an input is missing, empty of files, or of no known kind; a broken link or a folder
-        that cannot be read below it.
+      UserError: an input is missing, empty of files, or of no known kind, or a folder holds
+        several; a broken link or a folder that cannot be read below it.
     """
     if kind == TFDS:
-        return tuple(part for name in inputs for part in _tfds_parts(name))
+        return _tfds_sources(inputs, warn)
     sources = []
-    for given in inputs:
-        path = pathlib.Path(given)
-        if not path.exists():
-            raise UserError(f"{path}: no such file or folder")
-        files = sorted(_files(path, set())) if path.is_dir() else [path]
-        if path.is_dir() and kind == PARQUET:
-            files = [file for file in files if file.suffix == ".parquet"]
-        if not files:
-            raise UserError(f"{path}: no {kind or 'data'} files in it")
-        for file in files:
-            status = file.stat()
-            chosen = kind or _kind(file)
-            sources.append(Source(chosen, str(file), status.st_size, status.st_mtime_ns))
+    for path, chosen in folders.choose(inputs, kind, warn):
+        status = path.stat()
+        sources.append(Source(chosen, str(path), status.st_size, status.st_mtime_ns))
     return tuple(sources)
-
-
-def _files(folder: pathlib.Path, above: set[pathlib.Path]) -> Iterator[pathlib.Path]:
-    """The files below a folder, through links, but for hidden files and folders.
-
-    `above` are the folders on the way there, which a link may lead back to.
-    """
-    real = folder.resolve()
-    if real in above:
-        raise UserError(f"{folder}: a link to a folder that it is in: remove it")
-    for entry in folder.iterdir():
-        if entry.name.startswith("."):
-            continue
-        if entry.is_dir():
-            yield from _files(entry, above | {real})
-        elif entry.is_file():
-            yield entry
-        elif entry.is_symlink():
-            raise UserError(f"{entry}: a broken link: mend or remove it")
-
-
-def _kind(path: pathlib.Path) -> str:
-    name = path.name.lower()
-    for ending in _PACKED:
-        name = name.removesuffix(ending)
-    if name.endswith(".parquet"):
-        return PARQUET
-    return JSONL if name.endswith(_JSON_ENDINGS) else TEXT
 
 
 def digest(text: str) -> bytes:
@@ -143,13 +107,16 @@ class Documents:
     Attributes:
       null: rows without text that were left out.
       invalid: documents in which something was replaced.
+      nul: documents that hold a NUL character, which text seldom does.
       done: share of the source that has been read.
+      place: of the newest document, such as ``row 7``.
     """
 
     def __init__(self, source: Source, reading: Reading) -> None:
         self._source, self._reading = source, reading
-        self.null = self.invalid = 0
+        self.null = self.invalid = self.nul = 0
         self.done = 0.0
+        self.place = ""
 
     def __iter__(self) -> Iterator[str]:
         """Yields texts.
@@ -164,7 +131,10 @@ class Documents:
                     self._refuse(place, "no text (null)", "--skip_null leaves such rows out")
                 self.null += 1
                 continue
-            yield self._decoded(place, value)
+            text = self._decoded(place, value)
+            self.nul += "\0" in text
+            self.place = place
+            yield text
 
     def _decoded(self, place: str, value: str | bytes) -> str:
         size = len(value)
@@ -177,7 +147,12 @@ class Documents:
             return value
         except UnicodeError as error:
             if not self._reading.replace_invalid:
-                self._refuse(place, f"not UTF-8: {error}", "--replace_invalid mends it")
+                self._refuse(
+                    place,
+                    f"not UTF-8: {error}",
+                    "make it UTF-8 if it is of another encoding, such as Latin-1 (iconv); "
+                    "--replace_invalid puts U+FFFD in place of what is damaged",
+                )
         self.invalid += 1
         if isinstance(value, str):
             value = value.encode(errors="surrogatepass")
@@ -188,96 +163,20 @@ class Documents:
 
 
 def _parquet(documents: Documents) -> Iterator[tuple[str, Any]]:
-    import pyarrow
-    from pyarrow import parquet
-
     source, field = documents._source, documents._reading.field
     row = 0
-    try:
-        with parquet.ParquetFile(source.path, pre_buffer=False) as file:
-            column = file.schema_arrow.field(field) if field in file.schema_arrow.names else None
-            if column is None:
-                raise UserError(
-                    f"{source.path}: no column {field!r}; it has "
-                    f"{', '.join(file.schema_arrow.names)}; choose one with --field"
-                )
-            text = (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view())
-            binary = (pyarrow.binary(), pyarrow.large_binary())
-            if column.type not in (*text, *binary):
-                raise UserError(f"{source.path}: column {field!r} is {column.type}, not text")
-            rows = max(file.metadata.num_rows, 1)
-            for batch in file.iter_batches(_PARQUET_ROWS, columns=[field], use_threads=False):
-                # As bytes, since the library does not look whether a string is UTF-8.
-                values = batch.column(0).cast(pyarrow.large_binary()).to_pylist()
-                for value in values:
-                    row += 1
-                    yield f"row {row}", value
-                documents.done = row / rows
-    except (pyarrow.ArrowException, OSError) as error:
-        # A full disk or a broken pipe is not the file's fault, but cannot come from reading it.
-        raise UserError(f"{source.path}: cannot be read as parquet: {error}") from error
+    for done, values in columns.texts(source.path, field):
+        for value in values:
+            row += 1
+            yield f"row {row}", value
+        documents.done = done
 
 
-@contextlib.contextmanager
-def _open(documents: Documents) -> Iterator[IO[bytes]]:
-    """The bytes of a file, unpacked by its ending."""
-    import pyarrow
+def _open(documents: Documents) -> contextlib.AbstractContextManager[IO[bytes]]:
+    def told(share: float) -> None:
+        documents.done = share
 
-    path = documents._source.path
-    with open(path, "rb") as raw:
-        stream: Any = raw
-        if path.lower().endswith(".gz"):
-            stream = gzip.GzipFile(fileobj=raw)
-        elif path.lower().endswith(".zst"):
-            packed = pyarrow.CompressedInputStream(pyarrow.PythonFile(raw), "zstd")
-            stream = _Buffered(packed)
-        try:
-            yield _Watched(stream, raw, documents)  # type: ignore[misc]
-        except (EOFError, zlib.error, gzip.BadGzipFile, OSError) as error:
-            raise UserError(f"{path}: damaged or cut: {error}") from error
-
-
-class _Buffered:
-    """Lines from a stream that has none."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream, self._rest = stream, b""
-
-    def read(self, size: int) -> bytes:
-        pieces, left = [self._rest], size - len(self._rest)
-        while left > 0 and (piece := self._stream.read(min(left, 1 << 20))):
-            pieces.append(piece)
-            left -= len(piece)
-        content = b"".join(pieces)
-        self._rest = content[size:]
-        return content[:size]
-
-    def readline(self, limit: int) -> bytes:
-        while b"\n" not in self._rest and len(self._rest) < limit:
-            piece = self._stream.read(1 << 16)
-            if not piece:
-                break
-            self._rest += piece
-        end = self._rest.find(b"\n") + 1 or len(self._rest)
-        line, self._rest = self._rest[: min(end, limit)], self._rest[min(end, limit) :]
-        return line
-
-
-class _Watched:
-    """A stream that tells how much of its file has been read."""
-
-    def __init__(self, stream: Any, raw: IO[bytes], documents: Documents) -> None:
-        self._stream, self._raw, self._documents = stream, raw, documents
-
-    def read(self, size: int) -> bytes:
-        return self._told(self._stream.read(size))
-
-    def readline(self, limit: int) -> bytes:
-        return self._told(self._stream.readline(limit))
-
-    def _told(self, content: bytes) -> bytes:
-        self._documents.done = self._raw.tell() / max(self._documents._source.size, 1)
-        return content
+    return streams.opened(documents._source.path, told)
 
 
 def _lines(documents: Documents) -> Iterator[tuple[int, bytes]]:
@@ -320,23 +219,60 @@ def _paragraphs(documents: Documents) -> Iterator[tuple[str, Any]]:
 def _jsonl(documents: Documents) -> Iterator[tuple[str, Any]]:
     path, field = documents._source.path, documents._reading.field
     for number, line in _lines(documents):
+        line = line.removeprefix(formats.BYTE_ORDER_MARK)  # where files were joined
         if not line.strip():
             continue
         place = f"line {number}"
         try:
-            value = json.loads(documents._decoded(place, line))
+            value = _JSON.decode(documents._decoded(place, line))
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}: {place}: not JSON: {error}") from error
+            reason = f"not JSON: {error}; a line holds one object"
+            raise UserError(f"{path}: {place}: {reason}") from error
         if not isinstance(value, dict) or field not in value:
-            raise UserError(f"{path}: {place}: no key {field!r}; choose one with --field")
+            shape = "" if isinstance(value, dict) else "; a line holds one object, and this is none"
+            raise UserError(f"{path}: {place}: no key {field!r}; choose one with --field{shape}")
+        if isinstance(value, _Repeated) and field in value.keys_repeated:
+            raise UserError(f"{path}: {place}: {field!r} stands there twice: leave one")
         if not isinstance(value[field], str | None):
             raise UserError(f"{path}: {place}: {field!r} is not text")
         yield place, value[field]
 
 
+class _Repeated(dict[str, Any]):
+    """An object of JSON that names a key twice."""
+
+    keys_repeated: frozenset[str] = frozenset()
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) == len(pairs):
+        return value
+    counts = collections.Counter(key for key, _ in pairs)
+    repeated = _Repeated(value)
+    repeated.keys_repeated = frozenset(key for key, count in counts.items() if count > 1)
+    return repeated
+
+
+_JSON = json.JSONDecoder(object_pairs_hook=_object)
+
+
+def _tfds_sources(names: Sequence[str], warn: Callable[[str], None]) -> tuple[Source, ...]:
+    """The parts of every split, each split once."""
+    splits = [_tfds_name(name) for name in names]
+    for split in {split for split in splits if splits.count(split) > 1}:
+        warn(f"TFDS {split} is given more than once and read once")
+    return tuple(part for split in dict.fromkeys(splits) for part in _tfds_parts(split))
+
+
+def _tfds_name(name: str) -> str:
+    """``NAME[split]``, also of a name without a split."""
+    name, _, split = name.removesuffix("]").partition("[")
+    return f"{name}[{split or 'train'}]"
+
+
 def _tfds_parts(name: str) -> Iterator[Source]:
     name, _, split = name.removesuffix("]").partition("[")
-    split = split or "train"
     count = len(_tfds_source(name, split))
     if not count:
         raise UserError(f"TFDS {name}[{split}]: no examples")

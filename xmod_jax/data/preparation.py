@@ -8,24 +8,23 @@ between, the next run goes on with the units that are left.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import dataclasses
+import hashlib
 import json
-import multiprocessing
 import os
 import pathlib
-import queue
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from absl import logging
-from array_record.python import array_record_module
 
 from xmod_jax import claims, storage
+from xmod_jax.data import heldout as heldout_files
 from xmod_jax.data import vocabulary
+from xmod_jax.data import workers as worker_processes
 from xmod_jax.data.documents import TFDS, Documents, Reading, Source, digest, is_heldout
 from xmod_jax.data.shards import (
     MANIFEST,
@@ -34,17 +33,14 @@ from xmod_jax.data.shards import (
     ShardWriter,
     check_size,
     fingerprint,
-    writing,
 )
-from xmod_jax.data.tokenizer import Tokenizer, get_tokenizer
+from xmod_jax.data.tokenizer import Tokenizer, Untokenizable, get_tokenizer
 from xmod_jax.errors import UserError
 
 SETTINGS = "settings.json"
 _UNITS = "units"
 _UNIT_BYTES = 64 << 20  # small files go together up to this
 _BATCH_CHARACTERS = 1 << 20  # text that is tokenised at once
-_MERGED = 4096  # held-out documents that are gathered at once
-_POLL_S = 0.2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,27 +102,38 @@ def prepare(
     """
     tokenizer = get_tokenizer(settings.tokenizer, settings.vocabulary)
     _check_output(output, sources, settings)
-    with _claimed(output):
+    with _claimed(output, sources, settings):
         _bind(output, sources, settings)
         if (output / MANIFEST).exists():
             manifest = Manifest.read(output)
             for shard in (*manifest.train, *manifest.heldout):
                 check_size(output / shard.file, shard)
             return manifest
-        for old in (*output.glob(".*.tmp"), *(output / _UNITS).glob(".*.tmp")):
-            old.unlink()
+        _remove_temporaries(output)
         units = _units(sources)
-        _run_units(units, output, settings, workers, progress)
-        return _finish(units, output, settings, tokenizer)
+        try:
+            _run_units(units, output, settings, workers, progress)
+            return _finish(units, output, settings, tokenizer)
+        except BaseException:
+            _remove_temporaries(output)
+            raise
+
+
+def _remove_temporaries(output: pathlib.Path) -> None:
+    """Removes what processes that died or were stopped had begun to write."""
+    for old in (*output.glob(".*.tmp"), *(output / _UNITS).glob(".*.tmp")):
+        old.unlink()
 
 
 @contextlib.contextmanager
-def _claimed(output: pathlib.Path) -> Iterator[None]:
-    """Holds the directory; waits for another process that prepares it."""
+def _claimed(output: pathlib.Path, sources: Sequence[Source], settings: Settings) -> Iterator[None]:
+    """Holds the directory; waits for another process that prepares the same in it."""
     with contextlib.ExitStack() as held:
         try:
             held.enter_context(claims.claim(output))
         except claims.RunClaimed:
+            if (output / SETTINGS).exists():
+                _check_bound(output, sources, settings)
             logging.warning("%s is being prepared by another process: waiting for it", output)
             held.enter_context(claims.claim(output, wait=True))
         yield
@@ -140,8 +147,12 @@ def _check_output(output: pathlib.Path, sources: Sequence[Source], settings: Set
         if output.exists() and any(p.name != claims.LOCK for p in output.iterdir()):
             raise UserError(f"{output} holds other files: choose a new or empty folder")
         return
-    if not _begun(output):
-        return
+    if _begun(output):
+        _check_bound(output, sources, settings)
+
+
+def _check_bound(output: pathlib.Path, sources: Sequence[Source], settings: Settings) -> None:
+    """Refuses a directory that is bound to other sources or settings."""
     theirs = storage.read_json(output / SETTINGS)
     for name, ours in _identity(sources, settings).items():
         if theirs.get(name) != ours:
@@ -192,9 +203,10 @@ def _run_units(
     workers: int,
     progress: Callable[[Progress], None],
 ) -> None:
-    """Tokenises every unit that has no note yet."""
-    left = [i for i in range(len(units)) if not _note(output, i).exists()]
-    size = float(sum(s.size for i in range(len(units)) if i not in set(left) for s in units[i]))
+    """Tokenises every unit that is not finished yet."""
+    made_by = _made_by(output)
+    left = [i for i in range(len(units)) if not _finished(output, i, made_by)]
+    size = float(sum(s.size for i in set(range(len(units))) - set(left) for s in units[i]))
     tokens, done = 0, len(units) - len(left)
 
     def tell(part: tuple[float, int]) -> None:
@@ -202,54 +214,35 @@ def _run_units(
         size, tokens = size + part[0], tokens + part[1]
         progress(Progress(done, len(units), size, tokens))
 
+    def ended() -> None:
+        nonlocal done
+        done += 1
+
     count = max(1, min(workers, len(left)))
-    work = [(i, units[i], output, settings, max(1, workers // count)) for i in left]
-    if count == 1:
-        for item in work:
-            _unit(*item, tell)
-            done += 1
-        return
-    context = multiprocessing.get_context("spawn")
-    parts = context.Queue()
-    pool = concurrent.futures.ProcessPoolExecutor(count, context, _start_worker, (parts,))
-    try:
-        waiting = {pool.submit(_unit_in_worker, *item) for item in work}
-        while waiting:
-            ended, waiting = concurrent.futures.wait(
-                waiting, _POLL_S, concurrent.futures.FIRST_COMPLETED
-            )
-            while True:
-                try:
-                    tell(parts.get_nowait())
-                except queue.Empty:
-                    break
-            for future in ended:
-                future.result()
-                done += 1
-    except concurrent.futures.process.BrokenProcessPool as error:
-        raise UserError(
-            "a worker process was killed (out of memory?): start again, with fewer --workers"
-        ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
+    threads = max(1, min(workers, default_workers()) // count)
+    work = [(i, units[i], output, settings, threads, made_by) for i in left]
+    worker_processes.spread(_unit, work, count, tell, ended)
 
 
-_parts: Any = None  # of a worker process: where it tells its progress
-
-
-def _start_worker(parts: Any) -> None:
-    global _parts
-    _parts = parts
-
-
-def _unit_in_worker(
-    index: int, unit: list[Source], output: pathlib.Path, settings: Settings, threads: int
-) -> None:
-    _unit(index, unit, output, settings, threads, _parts.put)
+def _made_by(output: pathlib.Path) -> str:
+    """A hash of what the directory is bound to, for the notes of its units."""
+    content = json.dumps(storage.read_json(output / SETTINGS), sort_keys=True)
+    return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
 
 def _note(output: pathlib.Path, index: int) -> pathlib.Path:
     return output / _UNITS / f"{index:05}.json"
+
+
+def _finished(output: pathlib.Path, index: int, made_by: str) -> bool:
+    """Whether a unit was made in full, and by these settings."""
+    try:
+        note = storage.read_json(_note(output, index))
+        shard = Shard(**note["shard"])
+        check_size(output / shard.file, shard)
+        return note["made_by"] == made_by and _note(output, index).with_suffix(".heldout").exists()
+    except (UserError, KeyError, TypeError):
+        return False
 
 
 def _unit(
@@ -258,6 +251,7 @@ def _unit(
     output: pathlib.Path,
     settings: Settings,
     threads: int,
+    made_by: str,
     tell: Callable[[tuple[float, int]], None],
 ) -> None:
     """One unit: its training shard, its held-out documents, and last its note."""
@@ -270,11 +264,11 @@ def _unit(
             documents = Documents(source, settings.reading)
             found = held = empty = 0
             told = 0.0
-            for texts in _batches(documents):
-                full = [text for text in texts if text]
-                empty += len(texts) - len(full)
+            for batch in _batches(documents):
+                full = [(place, text) for place, text in batch if text]
+                empty += len(batch) - len(full)
                 before = len(heldout)
-                pieces, kept = _tokenise(full, tokenizer, settings, threads, heldout)
+                pieces, kept = _tokenise(source, full, tokenizer, settings, threads, heldout)
                 if pieces:
                     train.add(np.concatenate(pieces), kept)
                 found += len(full)
@@ -284,22 +278,29 @@ def _unit(
                 told = read
             tell((source.size - told, 0))
             count = {"path": source.path, "size": source.size, "documents": found, "heldout": held}
-            omitted = {"empty": empty, "null": documents.null, "invalid": documents.invalid}
+            omitted = {name: getattr(documents, name) for name in ("null", "invalid", "nul")}
+            omitted["empty"] = empty
             counts.append(count | omitted)
         shard = train.close()
     except BaseException:
         train.abandon()
         raise
-    held_out = _write_heldout(output, index, heldout)
-    note = {"shard": dataclasses.asdict(shard), "heldout": held_out, "sources": counts}
+    note = {
+        "shard": dataclasses.asdict(shard),
+        "heldout": heldout_files.write(_note(output, index).with_suffix(".heldout"), heldout),
+        "sources": counts,
+        "made_by": made_by,
+    }
+    worker_processes.leave_if_orphaned()
     storage.write_json(_note(output, index), note)
 
 
-def _batches(documents: Documents) -> Iterator[list[str]]:
-    batch: list[str] = []
+def _batches(documents: Documents) -> Iterator[list[tuple[str, str]]]:
+    """Places and texts of documents, some at a time."""
+    batch: list[tuple[str, str]] = []
     size = 0
     for text in documents:
-        batch.append(text)
+        batch.append((documents.place, text))
         size += len(text)
         if size >= _BATCH_CHARACTERS:
             yield batch
@@ -309,7 +310,8 @@ def _batches(documents: Documents) -> Iterator[list[str]]:
 
 
 def _tokenise(
-    texts: Sequence[str],
+    source: Source,
+    batch: Sequence[tuple[str, str]],
     tokenizer: Tokenizer,
     settings: Settings,
     threads: int,
@@ -322,7 +324,12 @@ def _tokenise(
     end = np.array([tokenizer.end_of_text], np.uint32)
     pieces: list[np.ndarray] = []
     kept = 0
-    for text, ids in zip(texts, tokenizer.encode_batch(texts, threads), strict=True):
+    texts = [text for _, text in batch]
+    try:
+        encoded = tokenizer.encode_batch(texts, threads)
+    except Untokenizable as error:
+        raise UserError(f"{source.path}: {batch[error.index][0]}: {error}") from error
+    for text, ids in zip(texts, encoded, strict=True):
         key = digest(text)
         if is_heldout(key, settings.heldout_share):
             heldout.append((key, np.concatenate([ids, end.astype(ids.dtype)])))
@@ -332,35 +339,22 @@ def _tokenise(
     return pieces, kept
 
 
-def _write_heldout(
-    output: pathlib.Path, index: int, heldout: list[tuple[bytes, np.ndarray]]
-) -> list[str]:
-    """Held-out documents of a unit, a record each; their digests."""
-    path = output / _UNITS / f"{index:05}.heldout"
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    path.parent.mkdir(exist_ok=True)
-    try:
-        with writing(path):
-            writer = array_record_module.ArrayRecordWriter(str(temporary), "group_size:1")
-            for _, ids in heldout:
-                writer.write(ids.astype("<u4").tobytes())
-            writer.close()
-        storage.sync(temporary)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    temporary.rename(path)
-    storage.sync(path.parent)
-    return [key.hex() for key, _ in heldout]
-
-
 def _finish(
     units: Sequence[list[Source]], output: pathlib.Path, settings: Settings, tokenizer: Tokenizer
 ) -> Manifest:
     """Merges the held-out documents and writes the manifest."""
+    made_by = _made_by(output)
+    for i in range(len(units)):
+        if not _finished(output, i, made_by):
+            raise UserError(
+                f"{_note(output, i)}: not of this preparation: another command wrote into "
+                f"{output}: start again"
+            )
     notes = [storage.read_json(_note(output, i)) for i in range(len(units))]
     train = tuple(Shard(**note["shard"]) for note in notes)
-    heldout = _merge_heldout(output, notes, tokenizer.vocab_size)
+    paths = [_note(output, i).with_suffix(".heldout") for i in range(len(units))]
+    digests = [note["heldout"] for note in notes]
+    heldout = heldout_files.merge(paths, digests, output, tokenizer.vocab_size)
     documents = sum(shard.documents for shard in train)
     if not documents:
         raise UserError(
@@ -384,49 +378,6 @@ def _finish(
     manifest.write(output)
     shutil.rmtree(output / _UNITS)
     return manifest
-
-
-def _merge_heldout(output: pathlib.Path, notes: Sequence[dict[str, Any]], vocab_size: int) -> Shard:
-    """One shard of all held-out documents in the order of their digests.
-
-    Any prefix of it is then a fair sample of all sources.
-    """
-    order = sorted(
-        (key, unit, index)
-        for unit, note in enumerate(notes)
-        for index, key in enumerate(note["heldout"])
-    )
-    writer = ShardWriter(output / "heldout-00000.arrayrecord", vocab_size)
-    try:
-        for start in range(0, len(order), _MERGED):
-            part = order[start : start + _MERGED]
-            found: dict[tuple[int, int], np.ndarray] = {}
-            for unit in sorted({unit for _, unit, _ in part}):
-                indices = sorted(index for _, u, index in part if u == unit)
-                found |= _read_heldout(output, unit, indices)
-            ids = np.concatenate([found[unit, index] for _, unit, index in part])
-            writer.add(ids, len(part))
-        return writer.close()
-    except BaseException:
-        writer.abandon()
-        raise
-
-
-def _read_heldout(
-    output: pathlib.Path, unit: int, indices: list[int]
-) -> dict[tuple[int, int], np.ndarray]:
-    path = output / _UNITS / f"{unit:05}.heldout"
-    reader = array_record_module.ArrayRecordReader(str(path))
-    try:
-        contents = reader.read(indices)
-    except (RuntimeError, IndexError) as error:
-        raise UserError(
-            f"{path}: damaged: {error}; delete {_note(output, unit)} and start again"
-        ) from error
-    finally:
-        reader.close()
-    pairs = zip(indices, contents, strict=True)
-    return {(unit, index): np.frombuffer(content, "<u4") for index, content in pairs}
 
 
 def default_workers() -> int:

@@ -22,6 +22,8 @@ import numpy as np
 from array_record.python import array_record_module
 
 from xmod_jax import storage
+from xmod_jax.data import workers
+from xmod_jax.data.tokenizer import ByteTokenizer, Gpt2Tokenizer
 from xmod_jax.errors import UserError
 
 MANIFEST = "manifest.json"
@@ -107,7 +109,17 @@ class Manifest:
 
 
 def _check_numbers(manifest: Manifest) -> None:
+    if not all(type(n) is int for n in (manifest.vocab_size, manifest.end_of_text)):
+        raise ValueError("its vocabulary is not a whole number")
+    if not all(type(t) is str for t in (manifest.tokenizer, manifest.hash)):
+        raise ValueError("its tokenizer or hash is no text")
+    if not 0 <= manifest.end_of_text < manifest.vocab_size <= 1 << 32:
+        raise ValueError("the end of text is not in the vocabulary")
+    if not all(isinstance(source, dict) for source in manifest.sources):
+        raise ValueError("a source is not an object")
     for shard in (*manifest.train, *manifest.heldout):
+        if type(shard.file) is not str or type(shard.hash) is not str:
+            raise ValueError("a shard has no file name or no hash")
         if not all(type(n) is int and n >= 0 for n in (shard.tokens, shard.documents, shard.size)):
             raise ValueError(f"{shard.file}: counts are not whole numbers")
 
@@ -168,6 +180,7 @@ class ShardWriter:
         reader.close()
         storage.sync(self._temporary)
         size = self._temporary.stat().st_size
+        workers.leave_if_orphaned()
         self._temporary.rename(self._path)
         storage.sync(self._path.parent)  # before any note says that it is there
         digest = self._hash.hexdigest()
@@ -209,6 +222,7 @@ class ShardedTokens:
         """
         self._shards: list[Shard] = [s for s in getattr(manifest, split) if s.tokens]
         self._directory = directory
+        self._vocab_size = manifest.vocab_size
         self._type = token_type(manifest.vocab_size)
         self._first = np.array([manifest.end_of_text], self._type)
         for shard in self._shards:
@@ -231,7 +245,7 @@ class ShardedTokens:
         pieces = [self._first[start:stop]]
         which = max(int(np.searchsorted(self._starts, start, "right")) - 1, 0)
         for shard, first in zip(self._shards[which:], self._starts[which:], strict=False):
-            if first >= stop:
+            if max(start, first) >= stop:
                 break
             pieces.append(self._read(shard, max(start - first, 0), min(stop - first, shard.tokens)))
         return np.concatenate(pieces)
@@ -246,26 +260,55 @@ class ShardedTokens:
                 f"{path}: damaged: {error}; delete the folder and prepare again"
             ) from error
         ids = np.frombuffer(b"".join(contents), self._type)
+        if ids.max() >= self._vocab_size:
+            raise UserError(
+                f"{path}: token {ids.max()} in a vocabulary of {self._vocab_size}: made by another "
+                "tokenizer than the manifest says; delete the folder and prepare again"
+            )
         return ids[start - chunks[0] * CHUNK : stop - chunks[0] * CHUNK]
 
 
 def verify(directory: pathlib.Path, manifest: Manifest) -> None:
-    """Reads every shard and compares it with its hash.
+    """Reads every shard and compares it with its hash and the manifest.
 
     Raises:
-      UserError: a shard is missing, cut or changed; names it.
+      UserError: a shard is missing, cut or changed, or holds ids outside the vocabulary or other
+        numbers of documents; names it. Or the manifest does not hold together.
     """
+    _verify_manifest(directory, manifest)
     for split in ("train", "heldout"):
         tokens = ShardedTokens(directory, manifest, split)
         position = 1
         for shard in getattr(manifest, split):
             digest = hashlib.blake2b(digest_size=16)
+            ends = 0
             for start in range(position, position + shard.tokens, 256 * CHUNK):
                 stop = min(start + 256 * CHUNK, position + shard.tokens)
-                digest.update(tokens[start:stop].tobytes())
+                ids = tokens[start:stop]
+                digest.update(ids.tobytes())
+                ends += int(np.count_nonzero(ids == manifest.end_of_text))
             position += shard.tokens
             if digest.hexdigest() != shard.hash:
                 raise UserError(f"{directory / shard.file}: its tokens are not those prepared")
+            if ends != shard.documents:
+                raise UserError(
+                    f"{directory / shard.file}: {ends} ends of text for {shard.documents} "
+                    "documents: made by another tokenizer; delete the folder and prepare again"
+                )
+
+
+def _verify_manifest(directory: pathlib.Path, manifest: Manifest) -> None:
+    """Refuses a manifest of another vocabulary than its tokenizer's, or of other shards."""
+    for known in (ByteTokenizer, Gpt2Tokenizer):
+        ours, theirs = ((t.vocab_size, t.end_of_text) for t in (known, manifest))
+        if manifest.tokenizer == known.name and ours != theirs:
+            raise UserError(
+                f"{directory / MANIFEST}: vocabulary and end of text are {theirs}, where "
+                f"{known.name} has {ours}: changed"
+            )
+    shards = iter((*manifest.train, *manifest.heldout))
+    if fingerprint(manifest.tokenizer, manifest.vocab_size, shards) != manifest.hash:
+        raise UserError(f"{directory / MANIFEST}: its hash is not that of its shards: changed")
 
 
 def check_size(path: pathlib.Path, shard: Shard) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 import pathlib
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -21,6 +22,21 @@ BYTES, GPT2 = "bytes", "gpt2"
 TOKENIZERS = (BYTES, GPT2)
 
 END_OF_TEXT = "<|endoftext|>"  # how the end-of-text token is shown, as in GPT-2's vocabulary
+
+
+class Untokenizable(UserError):
+    """A text that the tokenizer cannot take.
+
+    Attributes:
+      index: which of the texts it is.
+    """
+
+    def __init__(self, message: str, index: int = 0) -> None:
+        super().__init__(message, index)
+        self.index = index
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class Tokenizer(Protocol):
@@ -149,19 +165,51 @@ class Gpt2Tokenizer:
         """Ids of `text`, uint16.
 
         Raises:
+          Untokenizable: tiktoken gives up on it.
           ValueError: a lone surrogate, which UTF-8 cannot hold.
         """
-        text.encode()  # tiktoken would replace a lone surrogate
-        return np.array(self._encoding.encode_ordinary(text), np.uint16)
+        (ids,) = self.encode_batch([text])
+        return ids
 
     def encode_batch(self, texts: Sequence[str], threads: int = 1) -> list[np.ndarray]:
         """`encode` of every text, on `threads` threads."""
         for text in texts:
-            text.encode()
+            text.encode()  # tiktoken would replace a lone surrogate
+        pieces = [list(_pieces(text)) for text in texts]
+        flat = [piece for some in pieces for piece in some]
+        owners = [i for i, some in enumerate(pieces) for _ in some]
+        try:
+            lists = self._encode_all(flat, threads)
+        except BaseException as error:
+            if not _is_panic(error):
+                raise
+            raise self._culprit(flat, owners) from error
+        if len(flat) == len(texts):
+            return [np.array(ids, np.uint16) for ids in lists]
+        ids: list[list[np.ndarray]] = [[] for _ in texts]
+        for owner, part in zip(owners, lists, strict=True):
+            ids[owner].append(np.array(part, np.uint16))
+        return [np.concatenate(parts) for parts in ids]
+
+    def _encode_all(self, texts: Sequence[str], threads: int) -> list[list[int]]:
         if threads == 1:
-            return [np.array(self._encoding.encode_ordinary(text), np.uint16) for text in texts]
-        lists = self._encoding.encode_ordinary_batch(list(texts), num_threads=threads)
-        return [np.array(ids, np.uint16) for ids in lists]
+            return [self._encoding.encode_ordinary(text) for text in texts]
+        return self._encoding.encode_ordinary_batch(list(texts), num_threads=threads)
+
+    def _culprit(self, pieces: Sequence[str], owners: Sequence[int]) -> Untokenizable:
+        """The error for the first text that tiktoken panics at."""
+        for piece, owner in zip(pieces, owners, strict=True):
+            try:
+                self._encoding.encode_ordinary(piece)
+            except BaseException as error:
+                if not _is_panic(error):
+                    raise
+                return Untokenizable(
+                    f"GPT-2's tokenizer gives up on this text ({len(piece):,} characters, "
+                    f"beginning with {piece[:20]!r}): leave it out or cut it",
+                    owner,
+                )
+        return Untokenizable("GPT-2's tokenizer gave up: use fewer --workers", 0)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ids; bytes that are not UTF-8 become U+FFFD.
@@ -181,6 +229,36 @@ class Gpt2Tokenizer:
 
 # How GPT-2 cuts text into words before it merges bytes (Radford et al. 2019), in tiktoken's form.
 _GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+
+
+# White space in the sense of that pattern, Unicode's. Where a run of it ends before a word, the
+# pattern finds the run's last character by stepping back, and gives up after a million steps.
+_SPACE = r"[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
+_LONG = 100_000
+_LONG_SPACE = re.compile(rf"(?<!{_SPACE}){_SPACE}{{{_LONG},}}+")
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Cuts a text around long runs of white space, where GPT-2's pattern cuts it as well.
+
+    All of a run but its last character is one word to the pattern, whatever stands around it. So
+    the ids of the pieces are the ids of the text.
+    """
+    start = 0
+    if len(text) >= _LONG:
+        for run in _LONG_SPACE.finditer(text):
+            if run.start() > start:
+                yield text[start : run.start()]
+            # At the end of the text the last character belongs to the run, too.
+            start = len(text) if run.end() == len(text) else run.end() - 1
+            yield text[run.start() : start]
+    if start < len(text) or not text:
+        yield text[start:]
+
+
+def _is_panic(error: BaseException) -> bool:
+    """Whether Rust code panicked; the type is no Exception and cannot be imported."""
+    return type(error).__name__ == "PanicException"
 
 
 @functools.lru_cache(maxsize=4)
