@@ -7,8 +7,9 @@
 
 FLOPs are the paper's count (forward). The loss gain (Delta) is against the dense model of equal
 active depth at equal FLOPs. Intervals come from the draws that `experiments.fit --bootstrap` leaves
-in law.json; the published law has none. Unless --extrapolate is given, A stays in the fitted range,
-and for A > 1 also K, where the law knows no optimum in K.
+in law.json; the published law has none. A warning tells of compute, L, N_act, K or A outside the
+range that the law was fitted on. Unless --extrapolate is given, A stays in the fitted range, and
+for A > 1 also K, where the law knows no optimum in K.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ _FORMAT = flags.DEFINE_enum("format", "table", ["table", "json"], "how to print"
 
 def main() -> None:
     """Prints the recommendation."""
+    if not _LAW.value:
+        raise UserError("--law= is empty: give a law.json, or paper")
     law = LawFile.paper() if _LAW.value == "paper" else LawFile.load(pathlib.Path(_LAW.value))
     found = designing.design(law, _request())
     answer = designing.record(found, law)
@@ -80,7 +83,7 @@ def _request() -> feasible.Request:
         prefix=_PREFIX.value,
         stride=_A.value,
         sparsity=_K.value,
-        max_params=feasible.count(_MAX_PARAMS.value) if _MAX_PARAMS.value else None,
+        max_params=None if _MAX_PARAMS.value is None else feasible.count(_MAX_PARAMS.value),
         max_depth=_MAX_DEPTH.value,
         extrapolate=_EXTRAPOLATE.value,
     )

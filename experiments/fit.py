@@ -8,8 +8,11 @@ observations.csv, predictions.csv (every row as fitted, as predicted with its gr
 rows beyond the range) and the figures as PNG and SVG.
 
 The CSV has the columns family,L,n_act,n_total,K,A,flops,tokens,loss; n_act and n_total are counts
-of parameters (embedding and head included), L is in tokens. Rows with K = 1 are the dense reference
-of their family and L; several with different flops make its curve.
+of parameters (embedding and head included), L and tokens are in tokens, flops in FLOPs, loss in
+nats a token. Rows with K = 1 are the dense reference of their family and L, whatever their A;
+several with different flops make its curve, several at one compute are averaged. Semicolons, tabs
+and decimal commas are read too. Rows that look like other units or stand out from the law are
+named, and nothing is left out.
 """
 
 from __future__ import annotations
@@ -27,7 +30,15 @@ from tqdm import tqdm
 from experiments import cli, law_figures, law_tables
 from xmod_jax import storage
 from xmod_jax.errors import UserError
-from xmod_jax.law import bootstrap, sweeps, validate
+from xmod_jax.law import (
+    bootstrap,
+    identifiability,
+    observation_files,
+    outliers,
+    plausible,
+    sweeps,
+    validate,
+)
 from xmod_jax.law import fit as fitting
 from xmod_jax.law import observations as obs
 from xmod_jax.law.stage import Search
@@ -82,19 +93,15 @@ def main() -> None:
         raise UserError("give either --workdir=DIR,... or --observations=FILE.csv")
     if not math.isfinite(_TOLERANCE.value):
         raise UserError(f"--flops_tolerance={_TOLERANCE.value} is not a number")
-    rows = _read(_WORKDIR.value or [str(_OBSERVATIONS.value)])
+    rows, unusual = _read(_WORKDIR.value or [str(_OBSERVATIONS.value)])
     observations = _observe(rows)
     table = obs.Table.of(observations)
-    # Before the long part: it may be faulty.
-    beyond = _table_beyond(rows) if _BEYOND.value else None
+    # Before the long part: they may be faulty.
+    identifiability.require_determined(table, _CANDIDATE.value)
+    beyond, unusual_beyond = _table_beyond(rows) if _BEYOND.value else (None, [])
     search = Search(seed=_SEED.value, starts=_STARTS.value)
-    result = fitting.fit(table, search)
+    result = _fit(observations, search, [*unusual, *unusual_beyond])
     folder = _output_folder()
-    marked = [o.row.source for o in observations if o.extrapolated]
-    if marked:
-        told = f"dense reference extrapolated for {len(marked)} rows: {', '.join(marked)}"
-        result = dataclasses.replace(result, warnings=(*result.warnings, told))
-    _tell(result, table)
     draws = _draw(table, result)
     predicted = [law_tables.Predicted("fitted", table, result.predict(table))]
     reduced, validated = _validate(table, search)
@@ -102,7 +109,7 @@ def main() -> None:
     if beyond is not None:
         predicted.append(_predict_beyond(result, beyond))
         validated["beyond"] = _quality_record(predicted[-1])
-    candidate = _try_candidate(table, search, reduced) if _CANDIDATE.value else {}
+    candidate, more = _try_candidate(table, search, reduced) if _CANDIDATE.value else ({}, [])
     law_file = LawFile(
         law=result.law,
         **dataclasses.asdict(result.quality),
@@ -115,6 +122,25 @@ def main() -> None:
         bootstrap=draws,
     )
     _write(folder, rows, law_file, predicted)
+    if warnings := law_tables.repeated((*result.warnings, *more)):
+        print(warnings)
+
+
+def _fit(
+    observations: Sequence[obs.Observation], search: Search, unusual: Sequence[str]
+) -> fitting.Fit:
+    """The law, told with its warnings: what is unusual, and which rows stand out."""
+    table = obs.Table.of(observations)
+    result = fitting.fit(table, search)
+    odd = outliers.find(observations, result, search)
+    told = [*unusual, *plausible.differences(observations), *_extrapolated(observations)]
+    told += outliers.sentences(odd, result) if odd else []
+    result = dataclasses.replace(result, warnings=(*result.warnings, *told))
+    _tell(result, table)
+    if odd is not None and odd.without is not None:
+        print("Without the rows that stand out:")
+        print(law_tables.coefficients(odd.without, len(table) - len(odd.rows)))
+    return result
 
 
 def _output_folder() -> pathlib.Path:
@@ -125,17 +151,44 @@ def _output_folder() -> pathlib.Path:
     return cli.output_folder(_WORKDIR.value[0])
 
 
-def _read(paths: Sequence[str]) -> list[obs.Row]:
-    if _OBSERVATIONS.value:
-        return [row for path in paths for row in obs.read_csv(pathlib.Path(path))]
-    collected = sweeps.collect([pathlib.Path(path) for path in paths], _LOSS.value)
-    for note in collected.notes:
-        print(f"note: {note}")
-    return collected.rows
+def _read(paths: Sequence[str], beyond: bool = False) -> tuple[list[obs.Row], list[str]]:
+    """The rows of directories or of a CSV, and what is unusual about them."""
+    if not _OBSERVATIONS.value:
+        collected = sweeps.collect([pathlib.Path(path) for path in paths], _LOSS.value)
+        for note in collected.notes:
+            print(f"note: {note}")
+        return collected.rows, []
+    rows = [row for path in paths for row in _read_csv(path, beyond)]
+    return rows, plausible.warnings(rows)
+
+
+def _read_csv(path: str, beyond: bool) -> list[obs.Row]:
+    rows = observation_files.read_csv(pathlib.Path(path))
+    if not beyond:
+        return rows
+    # Lines of two files are told apart.
+    return [dataclasses.replace(row, source=f"{path}, {row.source}") for row in rows]
 
 
 def _observe(rows: Sequence[obs.Row]) -> list[obs.Observation]:
-    return obs.observe(rows, _EXTRAPOLATE.value, _TOLERANCE.value)
+    observations = obs.observe(rows, _EXTRAPOLATE.value, _TOLERANCE.value)
+    repeats = [place for place in obs.dense_places(rows) if len(place) > 1]
+    if repeats:
+        names = "; ".join(" = ".join(row.source for row in place) for place in repeats[:8])
+        more = f"; and {len(repeats) - 8} more" if len(repeats) > 8 else ""
+        print(f"note: dense rows at one compute count as their mean: {names}{more}")
+    return observations
+
+
+def _extrapolated(observations: Sequence[obs.Observation], shown: int = 8) -> list[str]:
+    """Tells of dense references beyond their range."""
+    marked = [o.row.source for o in observations if o.extrapolated]
+    more = f" and {len(marked) - shown} more" if len(marked) > shown else ""
+    told = (
+        f"dense reference extrapolated for {len(marked)} rows (its loss held constant where the "
+        f"curve has one compute): {', '.join(marked[:shown])}{more}"
+    )
+    return [told] if marked else []
 
 
 def _tell(result: fitting.Fit, table: obs.Table) -> None:
@@ -176,13 +229,14 @@ def _validate(table: obs.Table, search: Search) -> tuple[list[validate.Predictio
     return predictions, validate.record(predictions)
 
 
-def _table_beyond(rows: Sequence[obs.Row]) -> obs.Table:
-    """The rows of --beyond; dense rows of the fitted input serve as well."""
-    new = _read(_BEYOND.value)
+def _table_beyond(rows: Sequence[obs.Row]) -> tuple[obs.Table, list[str]]:
+    """The rows of --beyond, dense ones of the input serving too, and what is unusual there."""
+    new, unusual = _read(_BEYOND.value, beyond=True)
     dense = [row for row in new if row.dense]
     known = {(row.family, row.L) for row in dense}
     dense += [row for row in rows if row.dense and (row.family, row.L) not in known]
-    return obs.Table.of(_observe([row for row in new if not row.dense] + dense))
+    observations = _observe([row for row in new if not row.dense] + dense)
+    return obs.Table.of(observations), unusual + _extrapolated(observations)
 
 
 def _predict_beyond(result: fitting.Fit, table: obs.Table) -> law_tables.Predicted:
@@ -198,22 +252,24 @@ def _quality_record(predicted: law_tables.Predicted) -> dict[str, Any]:
 
 def _try_candidate(
     table: obs.Table, search: Search, reduced: Sequence[validate.Prediction]
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], list[str]]:
+    """What law.json keeps of the candidate, and its fit's warnings."""
     print("Candidate with the exposure term P_D:")
     result = fitting.fit(table, search, candidate=True)
     _tell(result, table)
     predictions = _withhold(table, search, candidate=True)
     print(law_tables.validation(predictions))
-    dropped = validate.dropping_supported(reduced, predictions)
-    verdict = "is supported" if dropped else "is NOT supported"
-    print(f"Dropping P_D {verdict} by the groups withheld.")
-    return {
+    compared = validate.compare(reduced, predictions)
+    print(law_tables.dropping(compared))
+    record = {
         "law": dataclasses.asdict(result.law),
         "exposure": dataclasses.asdict(result.exposure) if result.exposure else {},
         "rmse": result.quality.rmse,
         "validated": validate.record(predictions),
-        "dropping_supported": dropped,
+        "dropping_supported": compared.supported,
+        "compared": {"groups": compared.groups, "rows": compared.rows},
     }
+    return record, [f"candidate with P_D: {warning}" for warning in result.warnings]
 
 
 def _write(
@@ -230,7 +286,7 @@ def _write(
     # A user's own file of that name is the input and stays as they wrote it.
     own = _OBSERVATIONS.value and table_path.exists() and table_path.samefile(_OBSERVATIONS.value)
     if not own:
-        storage.write_atomically(table_path, obs.to_csv(rows).encode())
+        storage.write_atomically(table_path, observation_files.to_csv(rows).encode())
         written.append(table_path)
     drawn = law_figures.figures(
         predicted[0].table, law_file.law, _points(predicted), law_file.bootstrap

@@ -67,6 +67,26 @@ def validation(predictions: Sequence[validate.Prediction]) -> str:
     return "\n".join(lines)
 
 
+def dropping(compared: validate.Comparison) -> str:
+    """The verdict on the term P_D, and on how many rows it rests."""
+    if compared.without is None or compared.including is None:
+        return "No withheld group is predicted both with and without P_D: nothing tells its worth."
+    verdict = "is supported" if compared.supported else "is NOT supported"
+    return (
+        f"Dropping P_D {verdict} by the {compared.rows} rows of the {compared.groups} groups that "
+        f"both laws predict: RMSE {compared.without.rmse:.5f} nats without it, "
+        f"{compared.including.rmse:.5f} with it."
+    )
+
+
+def repeated(warnings: Sequence[str]) -> str:
+    """All warnings of a command, counted, for its end; empty without one."""
+    if not warnings:
+        return ""
+    count = f"{len(warnings)} warning{'s' * (len(warnings) > 1)}"
+    return "\n".join([f"\n{count}:", *(f"warning: {warning}" for warning in warnings)])
+
+
 def beyond(table: Table, predicted: np.ndarray) -> str:
     """Rows that were never fitted, predicted by the law as fitted."""
     lines = ["not fitted: L       N_act      K     A   observed  predicted     error"]
@@ -175,7 +195,7 @@ def design(answer: Mapping[str, Any]) -> str:
     lines = [f"{name.ljust(width)}  {value}" for name, value in rows]
     lines += [f"[..] are {level:.0%} intervals"] if answer["interval"] else []
     lines += ["", "within 0.005 nats of the best:", *_near(answer["near_optimal"]), ""]
-    return "\n".join([*lines, *(f"warning: {text}" for text in answer["warnings"])]).rstrip()
+    return "\n".join([*lines, repeated(answer["warnings"]).lstrip()]).rstrip()
 
 
 def _ends(interval: Sequence[float] | None, digits: str) -> str:

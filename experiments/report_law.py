@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from experiments import law_figures, report_figures, report_page
 from experiments.report_page import Page
 from xmod_jax.errors import UserError
+from xmod_jax.law import observation_files, sweeps
 from xmod_jax.law import observations as obs
-from xmod_jax.law import sweeps
 from xmod_jax.law.terms import COEFFICIENTS, LawFile
 
 FILE = "law.json"
@@ -41,7 +41,8 @@ def section(page: Page, path: pathlib.Path, runs: Sequence[pathlib.Path]) -> Non
     beside = path.parent / "observations.csv"
     note, drawn = "", ""
     try:
-        rows = obs.read_csv(beside) if beside.is_file() else sweeps.collect(runs).rows
+        own = beside.is_file()
+        rows = observation_files.read_csv(beside) if own else sweeps.collect(runs).rows
         table = obs.Table.of(obs.observe(rows, extrapolate=True))
         drawn = _draw(page, law, table)
     except UserError as error:

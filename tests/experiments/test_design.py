@@ -58,11 +58,27 @@ def test_table_for_people(law):
         assert text in done.stdout
 
 
+@pytest.mark.parametrize("flops", ["1e40", "2.8e12"])
+def test_a_compute_far_from_the_fitted_one_is_told_at_the_end(flops):
+    done = _run("--law=paper", f"--train_flops={flops}", "--context=512", "--n_act=165M")
+    assert done.returncode == 0, done.stderr
+    *_, count = (line for line in done.stdout.splitlines() if line.endswith(" warnings:"))
+    last = done.stdout[done.stdout.index(count) :].strip().splitlines()
+    assert len(last) == int(count.split()[0]) + 1
+    told = (
+        f"warning: train_flops = {float(flops):.4g} lies outside the fitted range 3e+19 to 1.5e+20"
+    )
+    assert any(line.startswith(told) for line in last)
+
+
 def test_mistakes_are_one_line_and_status_2(tmp_path):
     (tmp_path / "law.json").write_text("{}")
     for arguments, words in (
         (("--law=paper", "--train_flops=1e20", "--context=2048"), "give either --n_act"),
         ((f"--law={tmp_path / 'law.json'}", *ASKED), "missing e, u"),
         (("--law=paper", *ASKED, "--max_params=1M"), "smallest"),
+        (("--law=paper", *ASKED, "--max_params="), "not a number of parameters"),
+        (("--law=", *ASKED), "--law= is empty"),
+        ((f"--law={tmp_path}", *ASKED), "folder"),
     ):
         assert words in refusal("design", *arguments)

@@ -2,6 +2,7 @@
 
 import collections
 import csv
+import dataclasses
 import functools
 import json
 
@@ -10,7 +11,7 @@ import pytest
 from tests.experiments.commands import refusal, run_command
 from tests.law.grid import TABLE8, paper_rows
 from tests.law.sweep_directories import write_sweeps
-from xmod_jax.law.observations import read_csv, to_csv
+from xmod_jax.law.observation_files import read_csv, to_csv
 from xmod_jax.law.terms import LawFile
 
 QUICK = ("--novalidate", "--bootstrap=0")
@@ -123,9 +124,81 @@ def test_candidate_is_compared_on_withheld_groups(tmp_path):
     path.write_text(to_csv([row for row in rows if row.family in ("556M", "165M")]))
     done = _run(f"--observations={path}", "--candidate", "--starts=1", "--bootstrap=0")
     assert done.returncode == 0, done.stderr
-    assert "Dropping P_D is" in done.stdout
+    assert "Dropping P_D is" in done.stdout and "groups that both laws predict" in done.stdout
     candidate = LawFile.load(tmp_path / "law.json").candidate
     assert candidate["exposure"]["v"] >= 0 and isinstance(candidate["dropping_supported"], bool)
+    assert 0 < candidate["compared"]["groups"] < candidate["compared"]["rows"]
+
+
+def test_a_candidate_that_cannot_be_determined_is_refused_before_the_long_part(tmp_path):
+    rows = [dataclasses.replace(row, tokens=1e10) for row in paper_rows()]
+    path = tmp_path / "in.csv"
+    path.write_text(to_csv(rows))
+    done = run_command("fit", f"--observations={path}", "--candidate", timeout=120)
+    assert done.returncode == 2 and "distinct dense token counts" in done.stderr
+    assert done.stdout == ""
+
+
+def test_what_is_wrong_or_unusual_is_counted_and_told_again_at_the_end(tmp_path):
+    """A loss of 9.5 among the others, seeds of a dense row, and another spelling of the table."""
+    rows = paper_rows(noise=0.008, seed=1)
+    rows[30] = dataclasses.replace(rows[30], loss=9.5)
+    dense = next(row for row in rows if row.dense)
+    rows.append(dataclasses.replace(dense, flops=dense.flops * (1 + 1e-9), loss=dense.loss + 0.1))
+    path = tmp_path / "in.csv"
+    path.write_text("# ours\n" + to_csv(rows).replace(",", ";").replace(".", ","))
+    done = _run(f"--observations={path}", *QUICK)
+    assert done.returncode == 0, done.stderr
+    assert "note: dense rows at one compute count as their mean" in done.stdout
+    law = LawFile.load(tmp_path / "law.json")
+    last = done.stdout.strip().splitlines()[-len(law.warnings) - 1 :]
+    assert last == [f"{len(law.warnings)} warnings:", *(f"warning: {w}" for w in law.warnings)]
+    told = done.stdout
+    assert "losses far from the others'" in told and "line 33 (9.5)" in told
+    assert "1 row stands out" in told and "line 33 (loss 9.5, +" in told
+    assert (
+        "Without the rows that stand out:" in told and "100 observations: R2 on Delta 0.99" in told
+    )
+    assert law.n_observations == 101 and law.r2_delta is not None and law.r2_delta < 0.5
+    assert list(law.ranges["flops"]) == [1e20, 1e20]
+
+
+def test_a_curve_of_one_dense_row_is_continued_and_marked(tmp_path):
+    rows = [row for row in paper_rows() if not (row.dense and row.flops > 1e20)]
+    path = tmp_path / "in.csv"
+    path.write_text(to_csv(rows))
+    done = _run(f"--observations={path}", "--extrapolate_dense", *QUICK)
+    assert done.returncode == 0, done.stderr
+    assert "held constant" in done.stdout and "and 93 more" in done.stdout
+
+
+def test_lines_of_another_file_are_named_with_it(tmp_path):
+    rows = paper_rows()
+    (tmp_path / "in.csv").write_text(to_csv([row for row in rows if row.K != 20]))
+    new = [dataclasses.replace(row, loss=9.5) for row in rows if row.K == 20][:1]
+    (tmp_path / "new.csv").write_text(to_csv(new + [row for row in rows if row.K == 18]))
+    paths = [f"--observations={tmp_path / 'in.csv'}", f"--beyond={tmp_path / 'new.csv'}"]
+    done = _run(*paths, *QUICK)
+    assert done.returncode == 0, done.stderr
+    assert f"{tmp_path / 'new.csv'}, line 2 (9.5)" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("e+20,", "e+05,", "looks like PFLOP"),
+        (",2048,", ",2,", "L in thousands"),
+        ("556M,32768,", "556M,32768;", "missing column"),
+        ("loss\n", "loss\n\x00", "null characters"),
+    ],
+)
+def test_a_faulty_table_is_one_line(table, old, new, words):
+    text = table.read_text()
+    if words == "missing column":
+        text = text.replace(",loss", "", 1)
+    table.write_text(text.replace(old, new))
+    assert words in _refused(f"--observations={table}")
+    assert not (table.parent / "law.json").exists()
 
 
 def test_mistakes_are_one_line(table, tmp_path):

@@ -114,6 +114,8 @@ def test_draws_give_intervals_of_the_gain_and_of_the_choice():
         ({"stride": 7.0, "sparsity": 8}, "A = 7 lies outside"),
         ({"stride": None}, "A = 5 is the largest that was searched"),
         ({"context": 512}, "no gain over the dense model"),
+        ({"train_flops": 1e40}, "train_flops = 1e+40 lies outside the fitted range 3e+19 to 1.5e"),
+        ({"train_flops": 1e16}, "train_flops = 1e+16 lies outside"),
     ],
 )
 def test_what_to_know_before_trusting_it_is_told(changes, words):
@@ -135,6 +137,21 @@ def test_a_compute_outside_the_fitted_one_is_told():
     assert not any("dense_tokens" in text for text in design(file, asked).warnings)
     much = dataclasses.replace(asked, train_flops=1e22)
     assert any("dense_tokens" in text for text in design(file, much).warnings)
+
+
+def test_a_law_that_names_no_range_of_compute_says_so_unless_it_names_tokens():
+    asked = dataclasses.replace(A1, context=16384)
+    older = {name: ends for name, ends in PAPER.ranges.items() if name != "flops"}
+    told = design(dataclasses.replace(DRAWN, ranges=older), asked).warnings
+    assert told == ("the law names no fitted ranges of train_flops: nothing tells where it holds",)
+    older["dense_tokens"] = (1e9, 1e12)
+    assert design(dataclasses.replace(DRAWN, ranges=older), asked).warnings == ()
+
+
+def test_what_the_fit_warned_of_is_told_again():
+    file = dataclasses.replace(DRAWN, warnings=("1 row stands out", "u is at its bound 0"))
+    (told,) = design(file, dataclasses.replace(A1, context=16384)).warnings
+    assert "2 warnings" in told and "1 row stands out; u is at its bound 0" in told
 
 
 def test_limits_shape_the_choice_without_a_warning_about_them():

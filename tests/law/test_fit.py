@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.law.grid import TABLE8, paper_rows
 from xmod_jax.errors import UserError
 from xmod_jax.law import stage
-from xmod_jax.law.fit import Quality, fit
+from xmod_jax.law.fit import Quality, fit, ranges
 from xmod_jax.law.observations import Table, observe
 from xmod_jax.law.stage import Search
 from xmod_jax.law.terms import COEFFICIENTS, Exposure, Law
@@ -128,6 +128,16 @@ def test_starts_in_different_valleys_are_told(monkeypatch):
     found = fit(NOISY, Search(starts=2, generations=1))
     assert not found.seeds_agree
     assert any("disagree" in text for text in found.warnings)
+
+
+def test_the_fitted_range_holds_compute():
+    compute = dataclasses.replace(NOISY, flops=NOISY.flops * np.linspace(1, 3, len(NOISY)))
+    assert ranges(compute)["flops"] == (1e20, pytest.approx(3e20))
+
+
+def test_compute_leaves_the_coefficients_as_they_are():
+    other = dataclasses.replace(NOISY, flops=NOISY.flops * 7)
+    assert fit(other, QUICK).law == fit(NOISY, QUICK).law
 
 
 def test_quality_of_a_known_error():

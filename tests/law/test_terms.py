@@ -108,6 +108,21 @@ def test_the_published_table_loads_as_a_law(tmp_path):
     assert LawFile.load(path).law == Law.paper()
 
 
+def test_large_whole_coefficients_are_numbers_like_others(tmp_path):
+    path = tmp_path / "law.json"
+    path.write_text(json.dumps(TABLE8 | {"w": 10**300, "z": 1}))
+    law = LawFile.load(path).law
+    assert law.w == 1e300 and isinstance(law.z, float)
+    assert math.isfinite(law.delta(5e8, 2e9, 2048, 8, 2))
+
+
+def test_a_file_of_an_earlier_version_has_no_range_of_compute(tmp_path):
+    path = tmp_path / "law.json"
+    old = {"L": [2048, 32768], "dense_tokens": [1e10, 2e10]}
+    path.write_text(json.dumps(TABLE8 | {"ranges": old}))
+    assert "flops" not in LawFile.load(path).ranges
+
+
 def test_failed_write_leaves_the_old_file_whole(tmp_path, monkeypatch):
     path = tmp_path / "law.json"
     LawFile.paper().save(path)
@@ -140,6 +155,14 @@ def test_failed_write_leaves_the_old_file_whole(tmp_path, monkeypatch):
         (json.dumps(TABLE8 | {"ranges": {"L": 3}}), "not a law.json"),
         (json.dumps(TABLE8 | {"ranges": {"L": ["a", "b"]}}), "not a law.json"),
         (json.dumps(TABLE8 | {"ranges": {"L": [9, 2]}}), "ends below its start"),
+        (json.dumps(TABLE8 | {"ranges": {"flops": [0, 1e20]}}), "flops must be above 0"),
+        (json.dumps(TABLE8 | {"ranges": {"flops": [-2, -1]}}), "flops must be above 0"),
+        (json.dumps(TABLE8 | {"ranges": {"flops": [True, 2]}}), "not a law.json"),
+        (json.dumps(TABLE8 | {"ranges": {"flops": [1, 2, 3]}}), "not a law.json"),
+        (json.dumps(TABLE8 | {"ranges": {"flops": None}}), "not a law.json"),
+        (json.dumps(TABLE8 | {"rmse": -0.1}), "rmse must be at least 0"),
+        (json.dumps(TABLE8 | {"n_observations": -1}), "n_observations must be at least 0"),
+        (json.dumps(TABLE8 | {"r2_delta": 98.5}), "r2_delta is at most 1"),
         (json.dumps(TABLE8 | {"rmse": "small"}), "rmse"),
         (json.dumps(TABLE8 | {"n_observations": 1.5}), "n_observations"),
         (json.dumps(TABLE8 | {"seeds_agree": "no"}), "seeds_agree"),

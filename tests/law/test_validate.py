@@ -81,7 +81,26 @@ def test_held_out_error_pools_rows_of_the_chosen_groups():
     ("candidate", "supported"), [(0.01, True), (0.02, True), (0.0099, True), (0.005, False)]
 )
 def test_the_exposure_term_stays_only_if_it_predicts_withheld_groups_better(candidate, supported):
-    assert validate.dropping_supported([_prediction(0.01)], [_prediction(candidate)]) is supported
+    compared = validate.compare([_prediction(0.01)], [_prediction(candidate)])
+    assert compared.supported is supported and (compared.groups, compared.rows) == (1, 2)
+
+
+def test_the_exposure_term_is_judged_by_rows_that_both_laws_predict():
+    reduced = [_prediction(0.01), _prediction(0.05, "n_act"), _prediction(9.0, "A", refused="few")]
+    candidate = [
+        _prediction(0.009),
+        _prediction(9.0, "n_act", refused="few"),
+        _prediction(0.2, "A"),
+    ]
+    compared = validate.compare(reduced, candidate)
+    assert (compared.groups, compared.rows, compared.supported) == (1, 2, False)
+    assert compared.without is not None and compared.without.rmse == pytest.approx(0.01)
+    assert compared.including is not None and compared.including.rmse == pytest.approx(0.009)
+
+
+def test_without_a_group_in_common_nothing_tells_what_the_exposure_term_is_worth():
+    compared = validate.compare([_prediction(0.01)], [_prediction(9.0, refused="few")])
+    assert compared.supported is None and compared.rows == 0
 
 
 def test_record_goes_into_the_law_file(tmp_path):

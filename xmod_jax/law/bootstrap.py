@@ -157,6 +157,17 @@ def _hat(table: Table, law: Law) -> Array:
     return hat_nn
 
 
+def leverage(table: Table, law: Law) -> Array:
+    """d prediction / d observation of every row itself [n], in [0, 1], linear around the law."""
+    jacobian_nk = _jacobian(table, law)
+    reference = identifiability.is_reference_stride(table)
+    own_n = np.empty(len(table))
+    for stage, columns in ((reference, slice(None, -3)), (~reference, slice(-3, None))):
+        part = jacobian_nk[stage, columns]
+        own_n[stage] = np.einsum("nk,kn->n", part, np.linalg.pinv(part, rcond=_LOST))
+    return own_n
+
+
 def _jacobian(table: Table, law: Law) -> Array:
     """d Delta / d coefficient [n, 10], each column of length 1 (or 0)."""
     values = dataclasses.asdict(law)

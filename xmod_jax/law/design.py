@@ -24,6 +24,9 @@ Array = NDArray[np.float64]
 NEAR = 0.005  # nats; hierarchies this close to the best are as good
 _TOLERANCE = 0.01  # share by which a value may lie outside a fitted range without a warning
 _FLOAT32 = 4  # bytes
+_SHOWN = 300  # characters of the fit's own warnings
+# How messages call what ranges name, where they differ.
+_LABELS = {"K_strided": "K at A other than 1", "flops": "train_flops"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,6 +193,11 @@ def _warnings(
         found.append(f"no interval: the law has no bootstrap draws; its RMSE is {known}")
     if not file.seeds_agree:
         found.append("the fit of this law was not settled: its starts disagreed")
+    if file.warnings:
+        told = (
+            f"the fit of this law has {len(file.warnings)} warning{'s' * (len(file.warnings) > 1)}"
+        )
+        found.append(f"{told} (in law.json): {'; '.join(file.warnings)[:_SHOWN]}")
     return found
 
 
@@ -204,18 +212,28 @@ def _range_warnings(
         "K" if best.A == 1 else "K_strided": float(best.K),
         "A": best.A,
         "n_total/n_act": best.total_params / size,
+        "flops": request.train_flops,
         "dense_tokens": accounting.tokens_for_flops(dense, request.context, request.train_flops),
     }
-    found = [] if ranges else ["the law names no fitted ranges: nothing tells where it holds"]
+    found = _unknown_ranges(ranges)
     for name, value in values.items():
         low, high = ranges.get(name, (value, value))
         if not low * (1 - _TOLERANCE) <= value <= high * (1 + _TOLERANCE):
-            label = "K at A other than 1" if name == "K_strided" else name
+            label = _LABELS.get(name, name)
             found.append(
                 f"{label} = {value:.4g} lies outside the fitted range {low:.4g} to {high:.4g}: "
                 "an extrapolation"
             )
     return found
+
+
+def _unknown_ranges(ranges: Mapping[str, tuple[float, float]]) -> list[str]:
+    """Tells what a law says nothing about; where it was fitted in tokens stands for its compute."""
+    known = {*ranges, *(("flops",) if "dense_tokens" in ranges else ())}
+    missing = [_LABELS.get(n, n) for n in ("L", "n_act", "K", "A", "flops") if n not in known]
+    if not missing:
+        return []
+    return [f"the law names no fitted ranges of {', '.join(missing)}: nothing tells where it holds"]
 
 
 def _edge_warnings(request: Request, searched: Sequence[Candidate], best: Candidate) -> list[str]:

@@ -159,7 +159,7 @@ def ranges(table: Table) -> dict[str, tuple[float, float]]:
     """Smallest and largest value of what law.json names: where the law was fitted."""
     columns = {"L": table.L, "n_act": table.n_act, "K": table.K, "A": table.A}
     columns["n_total/n_act"] = table.n_total / table.n_act
-    columns["dense_tokens"] = table.dense_tokens
+    columns |= {"dense_tokens": table.dense_tokens, "flops": table.flops}
     columns["K_strided"] = table.K[~identifiability.is_reference_stride(table)]
     return {name: (float(x.min()), float(x.max())) for name, x in columns.items()}
 

@@ -124,6 +124,7 @@ class Law:
                 raise ValueError(f"coefficient {field.name} is not finite: {value}")
             if field.name in ("u", "w", "z") and value < 0:
                 raise ValueError(f"coefficient {field.name} must be at least 0, got {value}")
+            object.__setattr__(self, field.name, float(value))  # NumPy has no large integers
 
     @classmethod
     def paper(cls) -> Law:
@@ -234,8 +235,9 @@ class LawFile:
       rmse: root mean square error of the raw loss in nats.
       mae: mean absolute error of the raw loss in nats.
       n_observations: number of observations fitted.
-      ranges: smallest and largest fitted value of each of L, n_act, K, A, n_total/n_act,
-        dense_tokens (training tokens of the dense reference) and K_strided (K where A is not 1).
+      ranges: smallest and largest fitted value of each of L, n_act, K, A, n_total/n_act, flops
+        (training compute), dense_tokens (training tokens of the dense reference) and K_strided (K
+        where A is not 1). A file of an earlier version has no flops.
       validated: what was predicted with its group withheld, and how well; empty: nothing was.
       seeds_agree: whether independent starts of the fit reached the same law.
       warnings: what the data leave undetermined, a sentence each.
@@ -261,12 +263,24 @@ class LawFile:
         for name, (low, high) in self.ranges.items():
             if low > high:
                 raise ValueError(f"the range of {name} ends below its start: {low}, {high}")
+            if low <= 0:
+                raise ValueError(f"the range of {name} must be above 0, got {low}, {high}")
+        for name in ("rmse", "mae", "n_observations"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"{name} must be at least 0, got {value}")
+        if self.r2_delta is not None and self.r2_delta > 1:
+            raise ValueError(f"r2_delta is at most 1, got {self.r2_delta}")
 
     @classmethod
     def paper(cls) -> LawFile:
-        """The published law with its quality and the ranges of its sweeps (SPEC 7)."""
+        """The published law with its quality and the ranges of its sweeps (SPEC 7).
+
+        Compute is that published for the smallest and for the largest size of the sweeps.
+        """
         ranges = {"L": (2048.0, 32768.0), "n_act": (161.6e6, 914.3e6)}
         ranges |= {"K": (2.0, 20.0), "A": (0.5, 5.0), "K_strided": (4.0, 16.0)}
+        ranges |= {"flops": (3e19, 1.5e20)}
         return cls(Law.paper(), 0.9853, 0.008758, None, 109, ranges)
 
     def save(self, path: pathlib.Path) -> None:
@@ -329,4 +343,6 @@ def _check_exponents(law: Law) -> None:
 
 def _range(ends: Any) -> tuple[float, float]:
     low, high = ends
+    if isinstance(low, bool) or isinstance(high, bool):
+        raise ValueError(f"a range has two numbers, got {ends}")
     return 0.0 + low, 0.0 + high  # TypeError for what is no number

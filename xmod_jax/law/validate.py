@@ -120,12 +120,39 @@ def held_out(predictions: Iterable[Prediction], variable: str | None = None) -> 
     return Quality.of(observed, np.concatenate([prediction.predicted for prediction in chosen]))
 
 
-def dropping_supported(reduced: Iterable[Prediction], candidate: Iterable[Prediction]) -> bool:
-    """Whether the law does without P_D: groups withheld are predicted about as well without it."""
-    without, including = held_out(reduced), held_out(candidate)
-    if without is None or including is None:
-        return without is not None or including is None
-    return without.rmse <= including.rmse * (1 + WORTH)
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Errors without and with P_D over the same rows: groups that both laws predicted.
+
+    Attributes:
+      groups: number of those groups.
+      rows: of their rows, each counted as often as it was withheld.
+      without, including: quality of the law without and with P_D; None without such a group.
+    """
+
+    groups: int
+    rows: int
+    without: Quality | None
+    including: Quality | None
+
+    @property
+    def supported(self) -> bool | None:
+        """Whether the law does about as well without P_D; None where nothing tells."""
+        if self.without is None or self.including is None:
+            return None
+        return self.without.rmse <= self.including.rmse * (1 + WORTH)
+
+
+def compare(reduced: Iterable[Prediction], candidate: Iterable[Prediction]) -> Comparison:
+    """Compares the laws without and with P_D on the withheld groups that both predict."""
+    sides = [
+        {(p.group.variable, p.group.value): p for p in side if p.refused is None}
+        for side in (reduced, candidate)
+    ]
+    common = [key for key in sides[0] if key in sides[1]]
+    without, including = ([side[key] for key in common] for side in sides)
+    rows = sum(len(prediction.observed) for prediction in without)
+    return Comparison(len(common), rows, held_out(without), held_out(including))
 
 
 def record(predictions: Sequence[Prediction]) -> dict[str, Any]:
