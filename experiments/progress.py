@@ -75,3 +75,26 @@ class Display:
                 bar.update(progress.tokens - bar.n)
 
             yield update
+
+
+@contextlib.contextmanager
+def steps(title: str, unit: str) -> Iterator[Callable[[int, int], None]]:
+    """Shows on stderr how far the block is and the time that is left.
+
+    Gives the function that is told how many units are done, and of how many.
+    """
+    terminal = sys.stderr.isatty()
+    with tqdm(
+        desc=title,
+        unit=unit,
+        bar_format="{desc} {percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt} {unit}, {remaining} left",
+        file=sys.stderr,
+        miniters=1,
+        mininterval=0.1 if terminal else 10,
+    ) as bar:
+
+        def update(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield update

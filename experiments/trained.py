@@ -53,3 +53,15 @@ def load(run: RunRecord) -> tuple[TrainState, Dataset | Mixture]:
         like = dataclasses.replace(abstract_state(run.config), optimizer=None)
         state, _ = saved.restore(like)
     return state, dataset
+
+
+def check_vocabulary(folder: str | None) -> None:
+    """Reads the vocabulary files of ``--vocabulary``, if it is given, before a checkpoint is.
+
+    Raises:
+      UserError: they cannot be read, or are not GPT-2's.
+    """
+    from xmod_jax.data.tokenizer import GPT2, get_tokenizer
+
+    if folder:
+        get_tokenizer(GPT2, folder)

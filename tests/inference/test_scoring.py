@@ -12,7 +12,8 @@ from tests.inference import confident
 from tests.test_model import TINY, run
 from xmod_jax.config import ModelConfig, Routing
 from xmod_jax.hierarchy import Hierarchy, StageGroup
-from xmod_jax.inference.scoring import Scorer, padded_length, windows
+from xmod_jax.inference.batches import padded_length
+from xmod_jax.inference.scoring import Scorer, windows
 from xmod_jax.model import Decoder, Threshold
 
 CONFIG = ModelConfig(
