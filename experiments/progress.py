@@ -13,6 +13,7 @@ from experiments import estimate, tables
 from xmod_jax import accounting
 from xmod_jax.config import RunConfig
 
+_STEPS = "{desc} {percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt} {unit}, {remaining} left"
 _FORMAT = "{desc} {percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt} tokens{postfix}"
 
 
@@ -87,7 +88,7 @@ def steps(title: str, unit: str) -> Iterator[Callable[[int, int], None]]:
     with tqdm(
         desc=title,
         unit=unit,
-        bar_format="{desc} {percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt} {unit}, {remaining} left",
+        bar_format=_STEPS,
         file=sys.stderr,
         miniters=1,
         mininterval=0.1 if terminal else 10,
