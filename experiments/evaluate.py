@@ -138,9 +138,10 @@ def _report(results: dict[str, Any], tracker: Any) -> None:
 
 
 def _require_whole(folder: pathlib.Path, date: str, lengths: dict[str, int]) -> None:
-    for name, lines in {f"results_{date}.json": None} | {
-        f"samples_{task}_{date}.jsonl": count for task, count in lengths.items()
-    }.items():
+    """Refuses files of results and of so many answers of every task that are not all there."""
+    wanted: dict[str, int | None] = {f"results_{date}.json": None}
+    wanted |= {f"samples_{task}_{date}.jsonl": count for task, count in lengths.items()}
+    for name, lines in wanted.items():
         try:
             text = (folder / name).read_text("utf-8")
             whole = bool(json.loads(text)) if lines is None else text.count("\n") == lines

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pathlib
+import sys
 from collections.abc import Mapping
 
-from experiments import tables, trained
+from experiments import progress, tables, trained
 from xmod_jax import storage
 from xmod_jax.diagnostics import Diagnostics, Intervals, diagnose, independent_subsets
 from xmod_jax.errors import UserError
@@ -29,12 +30,15 @@ NOTE = (
 )
 
 
-def measure(run: RunRecord, sequences: int | None = None) -> tuple[Diagnostics, int]:
-    """Diagnoses the newest checkpoint of a run.
+def measure(
+    run: RunRecord, sequences: int | None = None, title: str = "diagnosing"
+) -> tuple[Diagnostics, int]:
+    """Diagnoses the newest checkpoint of a run; shows its progress on stderr.
 
     Args:
       run: a run with sparse layers and a checkpoint.
       sequences: held-out sequences; None: as many as the run evaluates.
+      title: of the progress bar.
 
     Returns:
       The diagnostics, and the step of the checkpoint.
@@ -48,13 +52,22 @@ def measure(run: RunRecord, sequences: int | None = None) -> tuple[Diagnostics, 
 
     train = run.config.train
     state, dataset = trained.load(run)
+    asked = sequences or train.eval_sequences
     batches = pipeline.eval_batches(
-        dataset,
-        train.context_length,
-        train.batch_size // train.accumulation,
-        sequences or train.eval_sequences,
+        dataset, train.context_length, train.batch_size // train.accumulation, asked
     )
-    return diagnose(state.model, state.thresholds, batches, jit), int(state.step)
+    heldout = [part.heldout for part in getattr(dataset, "parts", (dataset,))]
+    count = min(asked, sum((len(tokens) - 1) // train.context_length for tokens in heldout))
+    with progress.steps(title, "sequences") as tell:
+        found = diagnose(
+            state.model, state.thresholds, batches, jit, lambda done: tell(done, count)
+        )
+    if found.sequences < asked:
+        print(
+            f"warning: {title}: the held-out data has {found.sequences} sequences, not {asked}",
+            file=sys.stderr,
+        )
+    return found, int(state.step)
 
 
 def write(run: RunRecord, found: Diagnostics, step: int) -> None:
