@@ -43,14 +43,14 @@ def bytes_per_device(run: RunConfig, devices: int) -> float:
 
     State is sharded over all; a micro-batch keeps, for every layer of the active depth, the
     bfloat16 stream and the attention output, and the float32 working set of one layer; with
-    `TrainConfig.keep_products` the layer's products too.
+    `Execution.keep_products` the layer's products too.
     """
     backbone = run.model.backbone
-    micro_batch = run.train.batch_size / run.train.accumulation
+    micro_batch = run.micro_batch
     rows = max(1.0, micro_batch / devices) * run.train.context_length
     heads = backbone.num_heads * backbone.head_dim
     width = backbone.d_model + heads
-    if run.train.keep_products:
+    if run.execution.keep_products:
         width += heads + 2 * backbone.num_kv_heads * backbone.head_dim + backbone.d_model
         if run.train.context_length <= accounting.FFN_ROWS:
             width += 2 * backbone.d_ff

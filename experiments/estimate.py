@@ -18,10 +18,10 @@ PROBE_SECONDS = 0.2
 
 def work(run: RunConfig) -> float:
     """Hardware FLOPs of a whole run: training steps and evaluations."""
-    train = run.train
+    train, every = run.train, run.execution.eval_every
     step = accounting.run_hardware_flops_per_token(run)
     forward = accounting.forward_hardware_flops_per_token(run.model, train.context_length)
-    evaluations = math.ceil(train.steps / train.eval_every) if train.eval_every else 1
+    evaluations = math.ceil(train.steps / every) if every else 1
     # Sparse models are evaluated under three routing rules.
     passes = 3 if run.model.hierarchy.sparse_layers else 1
     held_out = evaluations * passes * train.eval_sequences * train.context_length

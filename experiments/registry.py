@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from experiments.scales import SCALES
-from xmod_jax.config import RunConfig
+from xmod_jax.config import DataConfig, RunConfig
 from xmod_jax.errors import UserError
 
 # A new family of experiments is a file and its line here.
@@ -78,19 +78,22 @@ class Experiment:
     def override(
         self, seed: int | None = None, data: str | None = None, keep_products: bool | None = None
     ) -> Experiment:
-        """The same experiment with another seed, source of data or `TrainConfig.keep_products`.
+        """The same experiment with another seed, source of data or `Execution.keep_products`.
 
         None leaves what it has.
         """
-        given = {"seed": seed, "keep_products": keep_products}
-        changes: dict[str, Any] = {name: v for name, v in given.items() if v is not None}
-        runs = []
-        for run in self.runs:
-            run = dataclasses.replace(run, train=dataclasses.replace(run.train, **changes))
+
+        def changed(run: RunConfig) -> RunConfig:
+            parts: dict[str, Any] = {}
+            if seed is not None:
+                parts["train"] = dataclasses.replace(run.train, seed=seed)
             if data is not None:
-                run = dataclasses.replace(run, data=dataclasses.replace(run.data, source=data))
-            runs.append(run)
-        return dataclasses.replace(self, runs=tuple(runs))
+                parts["data"] = DataConfig(data)
+            if keep_products is not None:
+                parts["execution"] = dataclasses.replace(run.execution, keep_products=keep_products)
+            return dataclasses.replace(run, **parts)
+
+        return dataclasses.replace(self, runs=tuple(map(changed, self.runs)))
 
 
 Definition = Callable[[str], Experiment]

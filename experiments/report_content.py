@@ -80,14 +80,14 @@ def _add_together(page: Page, sweeps: Sequence[Sweep]) -> None:
     """Figures over several sweeps whose losses may be compared: equal scale and data."""
     groups: dict[tuple[str, str], list[Sweep]] = {}
     for sweep in sweeps:
-        for source in {run.config.data.source for run in sweep.runs}:
-            groups.setdefault((sweep.scale, source), []).append(sweep)
-    for (scale, source), members in groups.items():
-        compared = [c for c in data.together(members) if c.config.data.source == source]
+        for content in {run.config.data.content for run in sweep.runs}:
+            groups.setdefault((sweep.scale, content), []).append(sweep)
+    for (scale, content), members in groups.items():
+        compared = [c for c in data.together(members) if c.config.data.content == content]
         drawn = _figures(page, compared) if len(members) > 1 else ""
         if drawn:
             names = ", ".join(sweep.experiment for sweep in members)
-            told = report_page.paragraph(f"{names}; data: {source}.", "soft")
+            told = report_page.paragraph(f"{names}; data: {compared[0].config.data}.", "soft")
             page.add(f"All sweeps together, {scale} scale", told, drawn)
 
 
@@ -100,13 +100,22 @@ def _facts(sweep: Sweep) -> list[tuple[str, str]]:
     return [
         ("experiment", sweep.experiment),
         ("scale", sweep.scale),
-        ("data", ", ".join(sorted({run.config.data.source for run in runs}))),
+        ("data", _data(runs)),
         ("context", ", ".join(str(n) for n in sorted({c.context for c in sweep.configurations}))),
         ("backbones", ", ".join(sorted({c.family for c in sweep.configurations}))),
         ("seeds", ", ".join(map(str, seeds))),
         ("runs", f"{done} of {len(runs) + missing} finished{repeated}"),
         ("folders", ", ".join(map(str, sweep.workdirs))),
     ]
+
+
+def _data(runs: Sequence[RunRecord]) -> str:
+    """The data sets of the runs; where there are several they share no held-out text."""
+    sets = {run.config.data.content: str(run.config.data) for run in runs}
+    text = ", ".join(sorted(sets.values()))
+    if len(sets) == 1:
+        return text
+    return f"{text}: losses on different texts, each compared with those of its own data only"
 
 
 def _unfinished(sweep: Sweep) -> str:
@@ -241,5 +250,9 @@ def _command(name: str, run: RunRecord, workdir: pathlib.Path) -> str:
         "data": config.data.source,
         "workdir": workdir,
     }
+    if config.execution.keep_products:
+        parts["keep_products"] = "true"
+    if config.start is not None and name == "train":
+        parts |= {"start_from": config.start.directory, "start_sparse": config.start.sparse}
     arguments = " ".join(f"--{key}={shlex.quote(str(value))}" for key, value in parts.items())
     return f"python -m experiments.{name} {arguments}"

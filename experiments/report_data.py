@@ -17,8 +17,9 @@ from typing import TypeVar
 from experiments import registry, report_diagnostics, summary
 from experiments.summary import Result
 from xmod_jax import records
-from xmod_jax.config import RunConfig, config_hash, seedless_hash
+from xmod_jax.config import RunConfig
 from xmod_jax.diagnostics import Diagnostics
+from xmod_jax.identity import config_hash, seedless_hash
 from xmod_jax.records import RunRecord, Status
 
 T = TypeVar("T")
@@ -249,10 +250,11 @@ def _definition(experiment: str, scale: str) -> dict[str, RunConfig]:
 
 
 def defined_today(run: RunRecord) -> bool:
-    """Whether the experiment's present definition, with this seed and data, is this very run."""
+    """Whether the experiment's present definition, with this seed, data and start, is this run."""
     config = run.config
     today = _definition(config.experiment, config.scale).get(config.name)
     if today is None:
         return False
     train = dataclasses.replace(today.train, seed=config.train.seed)
-    return config_hash(dataclasses.replace(today, train=train, data=config.data)) == run.hash
+    today = dataclasses.replace(today, train=train, data=config.data, start=config.start)
+    return config_hash(today) == run.hash

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-import sys
 from collections.abc import Mapping
 
 from experiments import progress, tables, trained
@@ -47,15 +46,14 @@ def measure(
       UserError: no whole checkpoint, or one of something else.
     """
     # Only now: a mistake is told without loading what training needs.
-    from xmod_jax.data import pipeline
+    from xmod_jax.data import pipeline, sources
     from xmod_jax.training.compilation import jit
 
     train = run.config.train
-    state, dataset = trained.load(run)
+    dataset = sources.load(run.config.data)
+    state = trained.load(run)
     asked = sequences or train.eval_sequences
-    batches = pipeline.eval_batches(
-        dataset, train.context_length, train.batch_size // train.accumulation, asked
-    )
+    batches = pipeline.eval_batches(dataset, train.context_length, run.config.micro_batch, asked)
     heldout = [part.heldout for part in getattr(dataset, "parts", (dataset,))]
     count = min(asked, sum((len(tokens) - 1) // train.context_length for tokens in heldout))
     with progress.steps(title, "sequences") as tell:
@@ -63,10 +61,7 @@ def measure(
             state.model, state.thresholds, batches, jit, lambda done: tell(done, count)
         )
     if found.sequences < asked:
-        print(
-            f"warning: {title}: the held-out data has {found.sequences} sequences, not {asked}",
-            file=sys.stderr,
-        )
+        progress.warn([f"{title}: the held-out data has {found.sequences} sequences, not {asked}"])
     return found, int(state.step)
 
 

@@ -11,9 +11,10 @@ from typing import Any
 from experiments.progress import Display, Progress
 from experiments.registry import Experiment
 from xmod_jax import claims, records
-from xmod_jax.config import RunConfig, SparseStart, config_hash
+from xmod_jax.config import RunConfig, SparseStart
 from xmod_jax.data import sources
 from xmod_jax.errors import UserError
+from xmod_jax.identity import config_hash
 from xmod_jax.processes import ALONE, Processes
 from xmod_jax.records import RunRecord, Status
 
@@ -68,6 +69,17 @@ def choose_workdir(experiment: Experiment, given: str | None) -> pathlib.Path:
     for run in experiment.runs:
         records.check_same_run(workdir / run.name, run)
     return workdir
+
+
+def with_data(experiment: Experiment) -> Experiment:
+    """The experiment whose runs know their data by content, where that can be had at once.
+
+    Raises:
+      UserError: data that are there but damaged.
+    """
+    known = {run.data: sources.identified(run.data) for run in experiment.runs}
+    runs = (dataclasses.replace(run, data=known[run.data]) for run in experiment.runs)
+    return dataclasses.replace(experiment, runs=tuple(runs))
 
 
 def with_starts(experiment: Experiment, given: str | None) -> Experiment:

@@ -19,6 +19,7 @@ from xmod_jax.config import (
     Backbone,
     Compute,
     DataConfig,
+    Execution,
     ModelConfig,
     MoE,
     OptimizerConfig,
@@ -138,7 +139,15 @@ class Scale(abc.ABC):
         model = ModelConfig(self.backbone(size), hierarchy, routing or Routing(), self.compute, moe)
         train = self._train(model, size, length, cover=architecture == "dense")
         return RunConfig(
-            experiment, name, architecture, self.family(size), self.name, model, train, self.data
+            experiment,
+            name,
+            architecture,
+            self.family(size),
+            self.name,
+            model,
+            train,
+            self.data,
+            execution=self._execution(train),
         )
 
     def dense(
@@ -182,12 +191,16 @@ class Scale(abc.ABC):
             context_length=context,
             batch_size=batch,
             steps=steps,
-            accumulation=max(1, min(self.micro_batches, batch // 8)),
             alignment=self.alignment,
-            eval_every=math.ceil(steps / self.evaluations),
             eval_sequences=max(1, self.eval_tokens // context),
-            checkpoint_every=math.ceil(steps / self.checkpoints),
             optimizer=OptimizerConfig(peak_lr=self.peak_lr),
+        )
+
+    def _execution(self, train: TrainConfig) -> Execution:
+        return Execution(
+            accumulation=max(1, min(self.micro_batches, train.batch_size // 8)),
+            eval_every=math.ceil(train.steps / self.evaluations),
+            checkpoint_every=math.ceil(train.steps / self.checkpoints),
         )
 
 

@@ -93,7 +93,7 @@ def _dense_loss(
     run: RunConfig, final: Record, dense: Sequence[tuple[RunConfig, Record]]
 ) -> float | None:
     """Loss of the dense run of equal family, context and data that is closest in FLOPs."""
-    key = lambda run: (run.family, run.train.context_length, run.data)
+    key = lambda run: (run.family, run.train.context_length, run.data.content)
     distance = lambda other: abs(math.log(other["flops"] / final["flops"]))
     peers = [other for peer, other in dense if key(peer) == key(run)]
     nearest = min(peers, key=distance, default=None)

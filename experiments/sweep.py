@@ -35,7 +35,8 @@ flags.adopt_module_key_flags(cluster)
 
 def main() -> int:
     """Plans, trains, reports."""
-    experiment = runner.with_starts(selection.selected(looks=cluster.alone()), _WORKDIR.value)
+    experiment = selection.selected(looks=cluster.alone())
+    experiment = runner.with_starts(runner.with_data(experiment), _WORKDIR.value)
     runs = planning.shard(experiment.select(_ONLY.value), _SHARD.value)
     cluster.check(runs)
     workdir = runner.choose_workdir(experiment, _WORKDIR.value)

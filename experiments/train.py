@@ -53,7 +53,7 @@ def main() -> int:
     cluster.check([experiment.run(_RUN.value)])
     if flags.FLAGS["start_sparse"].present and not _START_FROM.value:
         raise UserError("--start_sparse says how --start_from=RUN_DIR begins: give that too")
-    experiment = runner.with_starts(experiment, _WORKDIR.value)
+    experiment = runner.with_starts(runner.with_data(experiment), _WORKDIR.value)
     with cluster.joined() as watch:
         if _START_FROM.value:  # reads checkpoints, before which processes must have met
             source = pathlib.Path(_START_FROM.value)

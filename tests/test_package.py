@@ -17,7 +17,17 @@ from packaging.version import Version
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 # A configuration can be read, counted and reported where no accelerator library is installed.
-_LIGHT = ("accounting", "claims", "config", "errors", "hierarchy", "records", "storage")
+_LIGHT = (
+    "accounting",
+    "claims",
+    "config",
+    "errors",
+    "fields",
+    "hierarchy",
+    "identity",
+    "records",
+    "storage",
+)
 
 
 def _setup() -> configparser.ConfigParser:

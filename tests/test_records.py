@@ -15,18 +15,12 @@ from xmod_jax import accounting, records, storage
 from xmod_jax.config import (
     Backbone,
     ModelConfig,
-    MoE,
     RunConfig,
-    Scores,
-    SparseStart,
-    Start,
     TrainConfig,
-    config_hash,
-    from_dict,
-    to_dict,
 )
 from xmod_jax.errors import UserError
 from xmod_jax.hierarchy import Hierarchy
+from xmod_jax.identity import config_hash
 
 MODEL = ModelConfig(
     Backbone(16, 4, 4, 2, 24, vocab_size=31), Hierarchy.from_name("A1K4", active_depth=6, prefix=2)
@@ -43,27 +37,11 @@ def step_records(count):
 def test_config_json_holds_hash_config_and_accounting(tmp_path):
     records.prepare(tmp_path / "run", CONFIG)
     content = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert set(content) == {"hash", "config", "accounting"}
+    assert set(content) == {"format", "hash", "config", "accounting"}
     run = records.RunRecord.load(tmp_path / "run")
     assert run.config == CONFIG
     assert run.hash == config_hash(CONFIG)
     assert run.accounting == accounting.summary(MODEL, 32)
-
-
-def test_a_field_that_older_runs_lack_changes_no_hash_at_its_default(tmp_path):
-    """The hashes are those of runs that were trained before `MoE.scores` and `RunConfig.start`."""
-    moe = dataclasses.replace(MODEL, hierarchy=Hierarchy.dense(2), moe=MoE(6, 2, 1, 5))
-    experts = dataclasses.replace(CONFIG, model=moe)
-    assert (config_hash(CONFIG), config_hash(experts)) == ("c547650c6d196e01", "8fdfe3f2b9e46005")
-    kept = dataclasses.replace(CONFIG, train=TrainConfig(32, 4, steps=8, keep_products=True))
-    assert config_hash(kept) != config_hash(CONFIG)
-    started = dataclasses.replace(CONFIG, start=Start("there", "0123", 4, SparseStart.COPIED))
-    moved = dataclasses.replace(started, start=Start("elsewhere", "0123", 4, SparseStart.COPIED))
-    assert config_hash(CONFIG) != config_hash(started) == config_hash(moved)
-    records.prepare(tmp_path, started)
-    assert records.RunRecord.load(tmp_path).config == started
-    softmax = dataclasses.replace(moe, moe=MoE(6, 2, 1, 5, scores=Scores.SOFTMAX))
-    assert from_dict(ModelConfig, to_dict(softmax)) == softmax != moe
 
 
 def test_another_configuration_is_refused_naming_the_first_difference(tmp_path):

@@ -45,7 +45,7 @@ class LayerKind:
       kept: matrix parameters whose product the backward pass does not form again, because no
         gradient needs it: a residual's last product, where nothing but a sum follows.
       noted: matrix parameters whose product need not be formed again where products are kept
-        (`TrainConfig.keep_products`).
+        (`Execution.keep_products`).
       hidden: likewise, in an FFN that takes at most `FFN_ROWS` rows at once.
     """
 
@@ -368,7 +368,7 @@ def train_hardware_flops_per_token(
         whose hidden products are formed once more.
       saved_attention: whether dense layers keep their attention's output for the backward pass;
         the fused kernel of a GPU does not let them (`xmod_jax.nn.attention.is_fused`).
-      keep_products: as in `TrainConfig`; attention of sparse layers is then saved too.
+      keep_products: as in `Execution`; attention of sparse layers is then saved too.
     """
     done = _executed(model, context_length, block, keep_products)
     flops = 3 * done.matmul + 3.5 * done.attention + 3 * done.head
@@ -380,12 +380,11 @@ def train_hardware_flops_per_token(
 
 def run_hardware_flops_per_token(run: RunConfig, saved_attention: bool = True) -> float:
     """`train_hardware_flops_per_token` of a run as it is trained."""
-    train = run.train
     return train_hardware_flops_per_token(
         run.model,
-        train.context_length,
+        run.train.context_length,
         saved_attention=saved_attention,
-        keep_products=train.keep_products,
+        keep_products=run.execution.keep_products,
     )
 
 

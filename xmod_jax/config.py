@@ -1,20 +1,20 @@
 """Frozen, validated configuration of a model, a training run and its data.
 
-Values are plain Python; `to_dict` and `from_dict` give the JSON form that a run directory keeps,
-`config_hash` its identity.
+Values are plain Python; `to_dict` and `from_dict` give the JSON form that a run directory keeps.
+What of it makes two runs the same training is said in `xmod_jax.identity`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-import hashlib
 import json
 import math
 import types
 import typing
 from typing import Any, TypeVar
 
+from xmod_jax.fields import settle
 from xmod_jax.hierarchy import Hierarchy
 
 GPT2_VOCABULARY = 50_257
@@ -74,6 +74,12 @@ def _positive(owner: object, *names: str) -> None:
         _countable(f"{type(owner).__name__}.{name}", value)
 
 
+def _not_negative(owner: object, *names: str) -> None:
+    for name in names:
+        if getattr(owner, name) < 0:
+            raise ValueError(f"{name} must be at least 0, got {getattr(owner, name)}")
+
+
 def _countable(name: str, value: float) -> None:
     if isinstance(value, int) and value > MAX_COUNT:
         # Not the value: it may have more digits than anybody reads.
@@ -105,6 +111,7 @@ class Backbone:
     norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
+        settle(self)
         _positive(self, *(field.name for field in dataclasses.fields(self)))
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
@@ -151,6 +158,7 @@ class Routing:
     calibration_decay: float = 0.95
 
     def __post_init__(self) -> None:
+        settle(self)
         _positive(self, "router_init_std")
         if self.bias_scale < 0 or not math.isfinite(self.bias_scale):
             raise ValueError(f"bias_scale must be at least 0, got {self.bias_scale}")
@@ -187,6 +195,7 @@ class MoE:
     scores: Scores = dataclasses.field(default=Scores.SIGMOID, metadata=_ADDED)
 
     def __post_init__(self) -> None:
+        settle(self)
         _positive(self, "experts", "active", "d_expert")
         if self.active > self.experts:
             raise ValueError(f"active {self.active} of only {self.experts} experts")
@@ -223,6 +232,7 @@ class ModelConfig:
     moe: MoE | None = None
 
     def __post_init__(self) -> None:
+        settle(self)
         if self.moe is not None and self.hierarchy.groups:
             raise ValueError("experts take the place of dense FFNs: the hierarchy must be dense")
         leads = any(group.attentions for group in self.hierarchy.groups)
@@ -254,6 +264,7 @@ class OptimizerConfig:
     clip: float = 1.0
 
     def __post_init__(self) -> None:
+        settle(self)
         _positive(self, "peak_lr", "clip")
         if self.matrices not in ("muon", "adamw"):
             raise ValueError(f"matrices must be 'muon' or 'adamw', got {self.matrices!r}")
@@ -266,56 +277,29 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """One training run.
+    """What a training run computes.
 
     Attributes:
       context_length: L, tokens of a sequence.
       batch_size: sequences of one optimiser step.
       steps: optimiser steps; tokens = steps * batch_size * context_length.
-      accumulation: micro-batches that a step's batch is cut into; divides batch_size.
-      keep_products: whether the backward pass is given the layers' matrix products of the forward
-        pass instead of forming them again: faster, for several times the memory of activations.
       alignment: coefficient of the router alignment loss.
-      eval_every: steps between evaluations (the last step always evaluates); 0 for the end only.
       eval_sequences: held-out sequences of an evaluation.
-      checkpoint_every: steps between checkpoints (the last step always saves); 0 for the end only.
-      keep_checkpoints: newest checkpoints kept.
       seed: of parameters and data order.
     """
 
     context_length: int
     batch_size: int
     steps: int
-    accumulation: int = 1
     alignment: float = 1e-4
-    eval_every: int = 0
     eval_sequences: int = 64
-    checkpoint_every: int = 0
-    keep_checkpoints: int = 2
     seed: int = 0
     optimizer: OptimizerConfig = OptimizerConfig()
-    keep_products: bool = dataclasses.field(default=False, metadata=_ADDED)
 
     def __post_init__(self) -> None:
-        _positive(
-            self,
-            "context_length",
-            "batch_size",
-            "steps",
-            "accumulation",
-            "eval_sequences",
-            "keep_checkpoints",
-        )
-        if self.batch_size % self.accumulation:
-            raise ValueError(
-                f"batch_size {self.batch_size} is not a multiple of accumulation "
-                f"{self.accumulation}"
-            )
-        for name in ("alignment", "eval_every", "checkpoint_every", "seed"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
-            if name != "seed":
-                _countable(name, getattr(self, name))
+        settle(self)
+        _positive(self, "context_length", "batch_size", "steps", "eval_sequences")
+        _not_negative(self, "alignment", "seed")
         if self.seed > MAX_SEED:
             raise ValueError(f"seed must be at most {MAX_SEED}")
 
@@ -331,10 +315,59 @@ class TrainConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class Execution:
+    """How a training run is executed, watched and saved: the losses are its own but for rounding.
+
+    A run may go on with other values (`xmod_jax.identity`).
+
+    Attributes:
+      accumulation: micro-batches that a step's batch is cut into; divides the batch size. Experts
+        balance by micro-batch, so for a MoE it is part of what is computed.
+      keep_products: whether the backward pass is given the layers' matrix products of the forward
+        pass instead of forming them again: faster, for several times the memory of activations.
+      eval_every: steps between evaluations (the last step always evaluates); 0 for the end only.
+      checkpoint_every: steps between checkpoints (the last step always saves); 0 for the end only.
+      keep_checkpoints: newest checkpoints kept.
+    """
+
+    accumulation: int = 1
+    keep_products: bool = False
+    eval_every: int = 0
+    checkpoint_every: int = 0
+    keep_checkpoints: int = 2
+
+    def __post_init__(self) -> None:
+        settle(self)
+        _positive(self, "accumulation", "keep_checkpoints")
+        for name in ("eval_every", "checkpoint_every"):
+            _not_negative(self, name)
+            _countable(f"Execution.{name}", getattr(self, name))
+
+
+@dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """Where tokens come from: what ``--data`` takes (`xmod_jax.data.sources`)."""
+    """The data of a run.
+
+    Attributes:
+      source: where they are: what ``--data`` takes (`xmod_jax.data.sources`). A label: data may
+        move, and one folder has many spellings.
+      hash: fingerprint of their content (`Dataset.hash`), by which a run knows its data; empty
+        while nobody has looked at them.
+    """
 
     source: str = "embedded"
+    hash: str = dataclasses.field(default="", metadata=_ADDED)
+
+    def __post_init__(self) -> None:
+        settle(self)
+
+    @property
+    def content(self) -> str:
+        """What the data are known by: their fingerprint, or their name before it is known."""
+        return self.hash or self.source
+
+    def __str__(self) -> str:
+        return f"{self.source} (content {self.hash})" if self.hash else self.source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -344,7 +377,8 @@ class Start:
     Attributes:
       directory: where they were read: a run directory, or a folder of another library. A label:
         the folder may move.
-      hash: identity of what was read: the run's `config_hash`, or that of the imported weights.
+      hash: identity of what was read: the run's (`identity.config_hash`), or that of the imported
+        weights.
       step: of the checkpoint.
       sparse: what sparse layers that the weights do not hold begin with.
     """
@@ -353,6 +387,10 @@ class Start:
     hash: str
     step: int = 0
     sparse: SparseStart = SparseStart.NEW
+
+    def __post_init__(self) -> None:
+        settle(self)
+        _not_negative(self, "step")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -365,7 +403,11 @@ class RunConfig:
       architecture: ``"dense"``, ``"mod"``, ``"xmod"``, ...
       family: backbone family; runs are compared with the dense curve of their family.
       scale: ``"mini"`` or ``"paper"``.
+      model: the architecture.
+      train: what its training computes.
+      data: what it is trained and evaluated on.
       start: weights that it starts from; None: random ones.
+      execution: how it is executed.
     """
 
     experiment: str
@@ -377,6 +419,20 @@ class RunConfig:
     train: TrainConfig
     data: DataConfig = DataConfig()
     start: Start | None = dataclasses.field(default=None, metadata=_ADDED)
+    execution: Execution = Execution()
+
+    def __post_init__(self) -> None:
+        settle(self)
+        if self.train.batch_size % self.execution.accumulation:
+            raise ValueError(
+                f"batch_size {self.train.batch_size} is not a multiple of accumulation "
+                f"{self.execution.accumulation}"
+            )
+
+    @property
+    def micro_batch(self) -> int:
+        """Sequences of a micro-batch."""
+        return self.train.batch_size // self.execution.accumulation
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -431,16 +487,3 @@ def _build(kind: Any, value: Any, where: str) -> Any:
     if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
         raise ValueError(f"{where}: {value!r} is not of type {kind.__name__}")
     return value
-
-
-def config_hash(config: RunConfig) -> str:
-    """Identity of a run's computation: model, training, data and start, not its labels."""
-    parts = [to_dict(config.model), to_dict(config.train), to_dict(config.data)]
-    if config.start is not None:
-        parts.append(to_dict(dataclasses.replace(config.start, directory="")))
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def seedless_hash(config: RunConfig) -> str:
-    """`config_hash` of the run with seed 0: equal for runs that differ in their seed alone."""
-    return config_hash(dataclasses.replace(config, train=dataclasses.replace(config.train, seed=0)))

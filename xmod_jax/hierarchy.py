@@ -9,6 +9,8 @@ import dataclasses
 import re
 from fractions import Fraction
 
+from xmod_jax.fields import settle
+
 _NAME = re.compile(r"A(?P<stride>\d+(?:\.\d+)?)K(?P<sparsity>-?\d+(?:\.\d+)?)", re.IGNORECASE)
 MOD_SPARSITY = 8
 
@@ -31,6 +33,7 @@ class StageGroup:
     attentions: int = 0
 
     def __post_init__(self) -> None:
+        settle(self)
         if self.attentions < 0 or (self.attentions and self.sparse_layers % self.attentions):
             raise ValueError(
                 f"{self.sparse_layers} sparse layers cannot be shared by {self.attentions} "
@@ -58,6 +61,7 @@ class Hierarchy:
     sparsity: int = 1
 
     def __post_init__(self) -> None:
+        settle(self)
         if self.prefix < 0:
             raise ValueError(f"prefix must be at least 0 dense layers, got {self.prefix}")
         if self.sparsity < 1:

@@ -18,20 +18,21 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import json
 import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from xmod_jax import accounting, storage
-from xmod_jax.config import RunConfig, config_hash, from_dict, to_dict
+from xmod_jax.config import RunConfig, from_dict, to_dict
 from xmod_jax.errors import UserError
+from xmod_jax.identity import config_hash, difference
 from xmod_jax.storage import Path
 
 CONFIG = "config.json"
 TRAIN = "train.jsonl"
 EVAL = "eval.jsonl"
 CHECKPOINTS = "checkpoints"
+SOURCE = "huggingface"  # what belongs to imported weights: ids, tokenizer files
 DONE = "DONE"
 FAILED = "FAILED"
 SWEEP = "sweep.json"
@@ -40,8 +41,15 @@ _LABELS = ("scale",)  # of a record; all else in it are numbers
 _EVALUATED = ("tokens", "flops", "loss_topk", "loss_threshold", "loss_calibrated")
 # What readers divide by.
 _ACCOUNTED = ("n_act", "total_params", "phi_ratio", "hardware_flops_per_token")
-# The fields that `config_hash` covers: the others are labels.
-_HASHED = ("model", "train", "data", "start")
+_FORMAT = 2  # of config.json; the first had none, and how a run is executed among what it trains
+# What the first format kept in "train".
+_EXECUTION = (
+    "accumulation",
+    "keep_products",
+    "eval_every",
+    "checkpoint_every",
+    "keep_checkpoints",
+)
 
 Record = dict[str, Any]
 
@@ -126,59 +134,47 @@ def truncate_after(path: Path, step: int) -> None:
 def prepare(directory: Path, config: RunConfig) -> None:
     """Makes the run directory of `config`, or checks that it is that already.
 
+    A run that goes on with another `Execution` is recorded with it. A directory of an older format
+    is brought to this one.
+
     Raises:
       UserError: the directory holds a run of another configuration; names the first field.
     """
     directory = pathlib.Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     check_same_run(directory, config)
-    if not (directory / CONFIG).exists():
-        train = config.train
-        summary = accounting.summary(config.model, train.context_length, train.keep_products)
-        content = {"hash": config_hash(config), "config": to_dict(config), "accounting": summary}
-        storage.write_json(directory / CONFIG, content)
+    path = directory / CONFIG
+    if path.exists():
+        # Labels stay those of whoever made the directory.
+        stored = RunRecord.load(directory).config
+        data = config.data if config.data.hash else stored.data
+        config = dataclasses.replace(stored, execution=config.execution, data=data)
+    keep = config.execution.keep_products
+    content = {
+        "format": _FORMAT,
+        "hash": config_hash(config),
+        "config": to_dict(config),
+        "accounting": accounting.summary(config.model, config.train.context_length, keep),
+    }
+    if not path.exists() or storage.read_json(path) != content:
+        storage.write_json(path, content)
 
 
 def check_same_run(directory: Path, config: RunConfig) -> None:
-    """Refuses a directory that holds a run of another configuration; labels may differ.
+    """Refuses a directory that holds a run of another configuration.
+
+    Labels and the execution may differ; data that nobody has looked at pass for the same.
 
     Raises:
       UserError: names the first field that differs.
     """
-    path = pathlib.Path(directory) / CONFIG
-    if not path.exists():
+    if not (pathlib.Path(directory) / CONFIG).exists():
         return
-    stored = storage.read_json(path)
-    if stored.get("hash") == config_hash(config):
-        return
-    ours = to_dict(config)
-    theirs = stored.get("config")
-    if not isinstance(theirs, dict):
-        raise UserError(f"{path}: no run's configuration: choose another work directory")
-    difference = first_difference(
-        {name: theirs.get(name) for name in _HASHED}, {name: ours.get(name) for name in _HASHED}
-    )
-    raise UserError(
-        f"{directory} holds a run of another configuration ({difference or 'its hash differs'}): "
-        "choose another work directory, or the flags it was made with"
-    )
-
-
-def first_difference(theirs: Any, ours: Any, where: str = "") -> str | None:
-    """The first field that differs between two JSON values, or None.
-
-    For instance ``"train.seed is 1 there, 0 here"``.
-    """
-    if isinstance(theirs, dict) and isinstance(ours, dict):
-        pairs = [(str(k), theirs.get(k), ours.get(k)) for k in sorted({*theirs, *ours})]
-    elif isinstance(theirs, list) and isinstance(ours, list) and len(theirs) == len(ours):
-        pairs = [(str(i), *pair) for i, pair in enumerate(zip(theirs, ours, strict=True))]
-    elif theirs != ours:
-        return f"{where} is {json.dumps(theirs)} there, {json.dumps(ours)} here"
-    else:
-        return None
-    differences = (first_difference(a, b, f"{where}.{key}".lstrip(".")) for key, a, b in pairs)
-    return next(filter(None, differences), None)
+    if differs := difference(RunRecord.load(directory).config, config):
+        raise UserError(
+            f"{directory} holds a run of another configuration ({differs}): choose another work "
+            "directory, or the flags and data it was made with"
+        )
 
 
 def mark_done(directory: Path, final: Mapping[str, Any]) -> None:
@@ -207,6 +203,51 @@ def status(directory: Path) -> Status:
 def failure(directory: Path) -> str:
     """Why the run failed, in one line."""
     return str(storage.read_json(pathlib.Path(directory) / FAILED).get("reason", "unknown reason"))
+
+
+def _read_config(stored: dict[str, Any], directory: pathlib.Path) -> RunConfig:
+    """The configuration in what config.json holds, of this format or the first.
+
+    Raises:
+      KeyError, ValueError: what it holds is not that.
+    """
+    if "format" not in stored:
+        return _read_first_format(stored["config"], directory)
+    if stored["format"] != _FORMAT:
+        raise ValueError(
+            f"it is of format {stored['format']!r}, this version reads {_FORMAT}: use the version "
+            "that wrote it"
+        )
+    config = from_dict(RunConfig, stored["config"])
+    if stored["hash"] != config_hash(config):
+        raise ValueError(
+            f"its hash {stored['hash']!r} is not that of what it says, {config_hash(config)}: it "
+            "was changed by hand; undo that, or choose another work directory"
+        )
+    return config
+
+
+def _read_first_format(values: Any, directory: pathlib.Path) -> RunConfig:
+    """What a directory of the first format trains; its data are known from a checkpoint."""
+    if not isinstance(values, dict) or not isinstance(values.get("train"), dict):
+        return from_dict(RunConfig, values)  # says what is wrong
+    train = dict(values["train"])
+    execution = {name: train.pop(name) for name in _EXECUTION if name in train}
+    config = from_dict(RunConfig, values | {"train": train, "execution": execution})
+    data = dataclasses.replace(config.data, hash=_data_of_checkpoint(directory))
+    return dataclasses.replace(config, data=data)
+
+
+def _data_of_checkpoint(directory: pathlib.Path) -> str:
+    """The fingerprint of the data that the run's checkpoints were trained on, "" without any."""
+    for path in sorted((directory / CHECKPOINTS).glob("[0-9]*/meta/metadata")):
+        try:
+            found = storage.read_json(path).get("data")
+        except UserError:
+            continue  # damaged: whoever reads the checkpoint will say so
+        if isinstance(found, str):
+            return found
+    return ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,15 +279,12 @@ class RunRecord:
             raise UserError(f"{directory}: not a run directory: it has no {CONFIG}")
         stored = storage.read_json(path)
         try:
-            config = from_dict(RunConfig, stored["config"])
-            accounted, identity = stored["accounting"], stored["hash"]
+            config, accounted = _read_config(stored, directory), stored["accounting"]
             if not isinstance(accounted, dict) or not all(map(_is_number, accounted.values())):
                 raise ValueError("accounting is not an object of numbers")
             if wrong := [name for name in _ACCOUNTED if not _is_positive(accounted.get(name))]:
                 raise ValueError(f"accounting has no number above 0 as {wrong[0]}")
-            if not isinstance(identity, str):
-                raise ValueError("hash is not text")
-            return cls(directory, config, identity, accounted)
+            return cls(directory, config, config_hash(config), accounted)
         except KeyError as error:
             raise UserError(f"{path}: no field {error}") from error
         except ValueError as error:
@@ -287,7 +325,7 @@ class RunRecord:
 
 @dataclasses.dataclass(frozen=True)
 class DeclaredRun:
-    """A run as sweep.json names it: its directory's name and its `config_hash`."""
+    """A run as sweep.json names it: its directory's name and its `identity.config_hash`."""
 
     name: str
     hash: str

@@ -98,7 +98,7 @@ class MeshShape:
     @classmethod
     def for_devices(cls, count: int, config: RunConfig) -> MeshShape:
         """As many of `count` devices on `data` as share a micro-batch evenly."""
-        return cls(data=math.gcd(count, micro_batch(config)))
+        return cls(data=math.gcd(count, config.micro_batch))
 
     def __str__(self) -> str:
         return ",".join(f"{name}:{count}" for name, count in dataclasses.asdict(self).items())
@@ -122,7 +122,7 @@ class MeshShape:
         backbone, moe = config.model.backbone, config.model.moe
         ffn = ("FFN width", backbone.d_ff) if moe is None else ("expert width", moe.d_expert)
         sizes = (
-            ("sequences of a micro-batch", micro_batch(config), self.batch_parts, "data x fsdp"),
+            ("sequences of a micro-batch", config.micro_batch, self.batch_parts, "data x fsdp"),
             ("width", backbone.d_model, self.fsdp, FSDP),
             ("key/value heads", backbone.num_kv_heads, self.tensor, TENSOR),
             (*ffn, self.tensor, TENSOR),
@@ -161,11 +161,6 @@ def check_axes(mesh: Mesh) -> None:
             f"a mesh with the axes {', '.join(map(str, mesh.axis_names))}: training and evaluation "
             "run on data, fsdp and tensor (MeshShape.make)"
         )
-
-
-def micro_batch(config: RunConfig) -> int:
-    """Sequences that go through the model at once."""
-    return config.train.batch_size // config.train.accumulation
 
 
 def specs(tree: T) -> T:

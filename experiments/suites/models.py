@@ -13,7 +13,7 @@ from xmod_jax.hierarchy import Hierarchy
 
 QWEN3_TORCH = "qwen3_torch"  # Hugging Face's dense model in PyTorch
 MASKED = "_masked"  # ends the name of a model that decodes with every sparse layer run and masked
-KEPT = "_kept"  # ends the name of a model that trains with `TrainConfig.keep_products`
+KEPT = "_kept"  # ends the name of a model that trains with `Execution.keep_products`
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from xmod_jax.data import tokenizer
 from xmod_jax.data.tokenizer import Gpt2Tokenizer, get_tokenizer
 from xmod_jax.errors import UserError
 
-VOCABULARY = tokenizer._packaged_vocabulary()
+VOCABULARY = tokenizer.packaged_vocabulary()
 
 
 @pytest.fixture(scope="module")

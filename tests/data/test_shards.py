@@ -42,7 +42,7 @@ def damaged(directory: pathlib.Path, tmp_path: pathlib.Path, change) -> str:
     """The error that reading a damaged copy gives."""
     copy = tmp_path / "copy"
     copy.mkdir()
-    for path in directory.iterdir():
+    for path in directory.glob("*.*"):
         (copy / path.name).write_bytes(path.read_bytes())
     shard = copy / "train-00000.arrayrecord"
     change(shard)
@@ -79,7 +79,7 @@ def test_a_damaged_shard_is_named(directory, tmp_path, change, reason):
 def test_a_shard_that_disappears_after_opening_is_named(directory, tmp_path):
     copy = tmp_path / "copy"
     copy.mkdir()
-    for path in directory.iterdir():
+    for path in directory.glob("*.*"):
         (copy / path.name).write_bytes(path.read_bytes())
     dataset = sources.open_prepared(copy, "data")
     (copy / "train-00000.arrayrecord").unlink()

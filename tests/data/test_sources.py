@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.data.corpora import prepared
 from xmod_jax.config import BYTE_VOCABULARY, DataConfig
 from xmod_jax.data import documents, embedded, sources
 from xmod_jax.data.tokenizer import ByteTokenizer
@@ -77,7 +78,7 @@ def test_hash_tells_contents_and_splits_apart():
 
 
 def test_embedded_data_is_loaded_once_and_quickly():
-    sources.load.cache_clear()
+    sources._open.cache_clear()
     start = time.process_time()
     dataset = sources.load(DataConfig())
     assert time.process_time() - start < 6  # 0.8 s measured
@@ -116,6 +117,36 @@ def test_a_source_that_cannot_be_had_is_refused_in_one_line(source, reason):
     with pytest.raises(UserError) as error:
         sources.load(DataConfig(source))
     assert reason in str(error.value) and "\n" not in str(error.value)
+
+
+def test_one_data_set_is_one_however_it_is_spelled(tmp_path, monkeypatch):
+    folder = prepared(tmp_path).rename(tmp_path / "run=1,lr=0.1")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to(folder)
+    spellings = ["run=1,lr=0.1", "run=1,lr=0.1/", "./run=1,lr=0.1", str(folder), "link", "link=3"]
+    known = {sources.identified(DataConfig(spelling)) for spelling in spellings}
+    assert len({data.hash for data in known}) == 1
+    assert {data.source for data in known} == set(spellings)
+    assert all(sources.load(data).hash == data.hash for data in known)
+
+
+def test_data_that_are_not_there_have_no_known_content():
+    for source in ("nowhere", "embedded=1,nowhere=2", "tfds:never_prepared"):
+        assert sources.identified(DataConfig(source)) == DataConfig(source)
+    assert sources.identified(DataConfig()).hash == embedded_data().hash
+
+
+def test_other_content_than_the_run_knows_is_refused():
+    with pytest.raises(UserError, match=r"other content by now .* than the run was made for"):
+        sources.load(DataConfig("embedded", "0123456789abcdef"))
+
+
+def test_a_text_file_as_data_is_told_to_be_prepared(tmp_path):
+    (tmp_path / "my text.txt").write_text("text")
+    with pytest.raises(UserError) as error:
+        sources.check(DataConfig(str(tmp_path / "my text.txt")))
+    assert "a file, not a prepared directory" in str(error.value)
+    assert f"--input='{tmp_path}/my text.txt' --output=FOLDER" in str(error.value)
 
 
 def test_a_mixture_weighs_its_parts_and_is_none_of_them():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,8 @@ import pytest
 
 from tests.exchange import folders
 from xmod_jax.config import Compute
-from xmod_jax.exchange import qwen3
+from xmod_jax.data.tokenizer import ByteTokenizer, Gpt2Tokenizer
+from xmod_jax.exchange import qwen3, tokenizers
 from xmod_jax.model import Decoder, Threshold
 from xmod_jax.training.loss import cross_entropy
 
@@ -125,10 +128,57 @@ def test_both_agree_in_logits_and_gradients_in_either_direction(tmp_path, name):
 
     # Back, with other weights than those that came.
     moved = jax.tree.map(lambda leaf: leaf * 1.1 if leaf.ndim > 1 else leaf, ours)
-    qwen3.write(moved, tmp_path / "ours", 64, shard_bytes=60_000)
+    source = json.loads((tmp_path / "theirs/config.json").read_bytes())
+    beside = qwen3.Beside(source | {"eos_token_id": [3, 4], "bos_token_id": 5})
+    qwen3.write(moved, tmp_path / "ours", 64, shard_bytes=60_000, beside=beside)
     loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "ours", output_loading_info=True
     )
     assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert (loaded.config.bos_token_id, loaded.config.eos_token_id) == (5, [3, 4])
+    assert loaded.generation_config.eos_token_id == [3, 4]
     assert loaded.config.tie_word_embeddings == SIZES[name]["tie_word_embeddings"]
     _compare(loaded, moved)
+
+
+TEXTS = ("Hello  world!\n\n it's 123 d\u00e9j\u00e0 \U0001f600 ", " a", "", "x\t\r\n\u00a0y")
+
+
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), Gpt2Tokenizer()], ids=lambda t: t.name)
+def test_files_of_our_tokenizers_give_the_same_ids_and_texts(tmp_path, tokenizer):
+    for name, content in tokenizers.own_files(tokenizer, 64).items():
+        (tmp_path / name).write_bytes(content)
+    said = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    end = tokenizer.end_of_text
+    assert (theirs.bos_token_id, theirs.eos_token_id, len(theirs)) == (end, end, end + 1)
+    for text in TEXTS:
+        ids = tokenizer.encode(text).tolist()
+        assert theirs.encode(text) == ids and theirs.decode(ids) == text
+
+
+def _head_alone(tensors):
+    return tensors | {"lm_head.weight": tensors.pop("model.embed_tokens.weight")}
+
+
+def _with_buffer(tensors):
+    buffer = np.ones(4, np.float32)
+    return tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": buffer}
+
+
+def _base(tensors):
+    return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("change", [_head_alone, _with_buffer, _base])
+def test_tensors_stored_in_other_ways_are_loaded_as_transformers_loads_them(tmp_path, change):
+    config = SMALL | {"tie_word_embeddings": True}
+    folders.make(tmp_path / "theirs", config, change(folders.weights(config)))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
+    tokens_BL = TOKENS_BL1[:, :-1]
+    with torch.no_grad():
+        want_BLV = theirs(torch.tensor(tokens_BL)).logits.numpy()
+    ours = qwen3.read(tmp_path / "theirs", Compute.FLOAT32).model
+    states_BLD, _ = ours(jnp.asarray(tokens_BL, jnp.int32), Threshold(()))
+    np.testing.assert_allclose(ours.logits(states_BLD), want_BLV, atol=1e-4)

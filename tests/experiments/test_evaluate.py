@@ -17,7 +17,6 @@ from tests.inference import confident
 from tests.training import small
 from xmod_jax import records
 from xmod_jax.config import ModelConfig, Routing
-from xmod_jax.data import sources
 from xmod_jax.data.tokenizer import ByteTokenizer
 from xmod_jax.errors import UserError
 from xmod_jax.hierarchy import Hierarchy, StageGroup
@@ -218,7 +217,7 @@ def folder(tmp_path_factory) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("evaluate")
     config = small.run()
     records.prepare(folder / "run", config)
-    with Checkpoints(folder / "run", config, sources.load(config.data).hash) as checkpoints:
+    with Checkpoints(folder / "run", config) as checkpoints:
         checkpoints.save(initial_state(config), {})
     (folder / "tasks").mkdir()
     for name, text in TASKS.items():

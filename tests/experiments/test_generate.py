@@ -12,7 +12,6 @@ import pytest
 from tests.experiments.commands import refusal, run_command
 from tests.training import small
 from xmod_jax import records
-from xmod_jax.data import sources
 from xmod_jax.training.checkpoint import Checkpoints
 from xmod_jax.training.step import initial_state
 
@@ -26,7 +25,7 @@ def saved(tmp_path_factory):
     directory = tmp_path_factory.mktemp("sweep") / "xmod_a1k4"
     config = small.run()
     records.prepare(directory, config)
-    with Checkpoints(directory, config, sources.load(config.data).hash) as checkpoints:
+    with Checkpoints(directory, config) as checkpoints:
         checkpoints.save(initial_state(config), {})
     return directory
 

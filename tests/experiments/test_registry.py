@@ -6,8 +6,8 @@ from experiments import registry, scales
 from experiments.anchor_sweep import anchor_sweep
 from experiments.scales import published_compute
 from xmod_jax import accounting
-from xmod_jax.config import config_hash
 from xmod_jax.errors import UserError
+from xmod_jax.identity import config_hash
 
 EXPERIMENTS = [f"k_sweep_{length}k" for length in (2, 4, 8, 16, 32, 64)] + [
     "scale_sweep_32k",
@@ -209,7 +209,7 @@ def test_override_changes_seed_and_data_of_every_run():
     assert {(run.train.seed, run.data.source) for run in experiment.runs} == {(7, "somewhere")}
     assert experiment.override() == experiment
     kept = registry.get("main_556m", "mini").override(keep_products=True)
-    assert all(run.train.keep_products for run in kept.runs)
+    assert all(run.execution.keep_products for run in kept.runs)
 
 
 def test_a_name_is_defined_once():

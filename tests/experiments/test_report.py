@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import html
 import io
@@ -18,9 +19,10 @@ from experiments import registry, report_content, report_figures, runner
 from experiments import report_data as data
 from experiments.progress import Display
 from tests.experiments.commands import ROOT, run_command
-from tests.experiments.fake_training import loss_of, trainer
+from tests.experiments.fake_training import fake_train, loss_of, trainer
 from tests.law.sweep_directories import MINI_LAW, write_sweeps
 from xmod_jax import records, storage
+from xmod_jax.config import DataConfig, SparseStart, Start
 from xmod_jax.diagnostics import Diagnostics, Intervals
 from xmod_jax.errors import UserError
 from xmod_jax.law.terms import LawFile
@@ -201,10 +203,36 @@ def test_runs_of_an_older_definition_are_pointed_out(tmp_path):
     folder = tmp_path / "w"
     _sweep(folder, "k_sweep_32k", only=["dense"])
     assert "differs from what trained" not in _page(str(folder))
-    path = folder / "dense" / records.CONFIG
-    stored = json.loads(path.read_text())
-    path.write_text(json.dumps(stored | {"hash": "0" * 16}))
-    assert "differs from what trained" in _page(str(folder))
+    run = registry.get("k_sweep_32k", "mini").run("dense")
+    older = dataclasses.replace(run, train=dataclasses.replace(run.train, alignment=0.5))
+    records.prepare(folder / "older" / "dense", older)
+    assert "differs from what trained" in _page(str(folder / "older"))
+
+
+def test_rerun_commands_carry_what_changes_the_run(tmp_path):
+    run = registry.get("k_sweep_32k", "mini").override(seed=3, keep_products=True).run("xmod_a1k4")
+    start = Start("/runs/the dense", "0123456789abcdef", 8, SparseStart.COPIED)
+    records.prepare(tmp_path / run.name, dataclasses.replace(run, start=start))
+    page = html.unescape(_page(str(tmp_path)))
+    assert "differs from what trained" not in page
+    sweep, single = (
+        line for line in page.splitlines() if f"--workdir={tmp_path}" in line and "--seed" in line
+    )
+    for command in (sweep, single):
+        assert "--seed=3" in command and "--keep_products=true" in command
+    assert "--start_from='/runs/the dense' --start_sparse=copied" in single
+    assert "--run=xmod_a1k4" in single and "--start_from" not in sweep
+
+
+def test_data_of_other_content_are_told_and_never_compared(tmp_path):
+    folder = tmp_path / "w"
+    dense, sparse = registry.get("k_sweep_32k", "mini").override(data="prep").runs[:2]
+    for run, content in ((dense, "a" * 16), (sparse, "b" * 16)):
+        run = dataclasses.replace(run, data=DataConfig("prep", content))
+        fake_train(run, folder / run.name, lambda _: None)
+    (sweep,) = data.load([str(folder)])
+    assert [configuration.delta for configuration in sweep.finished] == [None, None]
+    assert "losses on different texts" in _page(str(folder))
 
 
 def test_faulty_files_beside_the_runs_are_named(tmp_path):

@@ -6,6 +6,7 @@ import pytest
 from experiments import registry
 from tests.law.sweep_directories import MINI_LAW, SWEEPS, write_run, write_sweeps
 from xmod_jax import records, storage
+from xmod_jax.config import DataConfig
 from xmod_jax.errors import UserError
 from xmod_jax.law.fit import fit
 from xmod_jax.law.observations import Table, observe
@@ -87,11 +88,27 @@ def test_losses_of_different_scales_or_data_are_not_compared(tmp_path):
     dense, sparse = _runs()[:2]
     write_run(tmp_path / "dense", dense)
     write_run(tmp_path / "paper", dataclasses.replace(sparse, scale="paper"))
-    assert "mix scales (mini, paper)" in _refusal(lambda: collect([tmp_path]))
-    data = dataclasses.replace(sparse.data, source="other")
-    write_run(tmp_path / "x" / "data", dataclasses.replace(sparse, data=data))
-    write_run(tmp_path / "x" / "dense", dense)
-    assert "mix data (embedded, other)" in _refusal(lambda: collect([tmp_path / "x"]))
+    message = _refusal(lambda: collect([tmp_path]))
+    assert f"mix scales (mini in {tmp_path}/dense, paper in {tmp_path}/paper)" in message
+    known, again = DataConfig("prep", "a" * 16), DataConfig("prep", "b" * 16)
+    for folder, other in (("named", DataConfig("other")), ("anew", again)):
+        write_run(tmp_path / folder / "dense", dataclasses.replace(dense, data=known))
+        write_run(tmp_path / folder / "sparse", dataclasses.replace(sparse, data=other))
+        message = _refusal(lambda folder=folder: collect([tmp_path / folder]))
+        assert f"mix data ({'a' * 16} in" in message and f"{other.content} in" in message
+
+
+def test_a_training_executed_in_two_ways_counts_once(tmp_path):
+    dense, sparse = _runs()[:2]
+    how = dataclasses.replace(sparse.execution, keep_products=True, checkpoint_every=1)
+    write_run(tmp_path / "dense", dense)
+    write_run(tmp_path / "one", sparse)
+    write_run(tmp_path / "two", dataclasses.replace(sparse, execution=how))
+    moved = dataclasses.replace(sparse, data=DataConfig("embedded=1", dense.data.hash))
+    assert moved.data.content == "embedded=1"  # not looked at: its name stands for it
+    collected = collect([tmp_path])
+    assert len(collected.rows) == 2
+    assert "1 runs stand in several sweeps and count once" in collected.notes
 
 
 def test_a_missing_loss_names_the_run(tmp_path):

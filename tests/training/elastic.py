@@ -49,10 +49,10 @@ def main() -> None:
     state = dataclasses.replace(state, step=state.step * 0 + 1)
     want = values(state)
     for step, text in enumerate(MESHES, 1):
-        with Checkpoints(directory, config, "data") as checkpoints:
+        with Checkpoints(directory, config) as checkpoints:
             checkpoints.save(state, {"step": step})
         other = MeshShape.parse(text).make() if text else None
-        with Checkpoints(directory, config, "data") as checkpoints:
+        with Checkpoints(directory, config) as checkpoints:
             state, position = checkpoints.restore(abstract_state(config, other))
         assert position == {"step": step}
         for name, leaf in named_leaves(state).items():

@@ -10,6 +10,7 @@ from xmod_jax import records
 from xmod_jax.config import (
     BYTE_VOCABULARY,
     Backbone,
+    Execution,
     ModelConfig,
     OptimizerConfig,
     Routing,
@@ -27,18 +28,27 @@ def curve(directory: pathlib.Path, name: str = records.TRAIN) -> list[dict[str, 
     return [{key: value for key, value in line.items() if key != "tokens_per_s"} for line in lines]
 
 
-def run(hierarchy: str = "A1K4", routing: Routing | None = None, **train) -> RunConfig:
-    """One run; keyword arguments change its `TrainConfig`."""
+def run(hierarchy: str = "A1K4", routing: Routing | None = None, **changes) -> RunConfig:
+    """One run; keyword arguments change its `TrainConfig` and `Execution`."""
     model = ModelConfig(BACKBONE, Hierarchy.from_name(hierarchy, 4, 2), routing or Routing())
     defaults = TrainConfig(
         context_length=16,
         batch_size=4,
         steps=8,
         alignment=0.1,
-        eval_every=4,
         eval_sequences=8,
-        checkpoint_every=2,
         optimizer=OptimizerConfig(peak_lr=1e-2),
     )
-    train_config = dataclasses.replace(defaults, **train)
-    return RunConfig("test", hierarchy, "xmod", "tiny", "mini", model, train_config)
+    execution = Execution(eval_every=4, checkpoint_every=2)
+    names = {field.name for field in dataclasses.fields(Execution)}
+    how = {name: changes.pop(name) for name in names & set(changes)}
+    return RunConfig(
+        "test",
+        hierarchy,
+        "xmod",
+        "tiny",
+        "mini",
+        model,
+        dataclasses.replace(defaults, **changes),
+        execution=dataclasses.replace(execution, **how),
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import shutil
@@ -14,16 +15,18 @@ import threading
 
 import numpy as np
 import pytest
+from flax import nnx
 
 from tests.training import small
 from xmod_jax import records
-from xmod_jax.config import Routing
-from xmod_jax.data import pipeline, sources
+from xmod_jax.config import DataConfig, Routing
+from xmod_jax.data import pipeline, sources, vocabulary
 from xmod_jax.errors import UserError
+from xmod_jax.identity import config_hash
 from xmod_jax.training import loop
-from xmod_jax.training.checkpoint import Checkpoints, Keep
+from xmod_jax.training.checkpoint import Checkpoints, Keep, passing
 from xmod_jax.training.preemption import Preempted, Watch
-from xmod_jax.training.step import initial_state
+from xmod_jax.training.step import abstract_state, initial_state
 
 _CHILD = """
 import os, pathlib, signal, sys
@@ -60,6 +63,40 @@ def test_a_run_writes_every_record_and_its_mark(finished):
     assert [progress.step for progress in seen] == list(range(1, 9))
     assert seen[-1].eta_s == 0 and seen[-1].tokens_per_s > 0
     assert any((directory / "tensorboard").iterdir())
+
+
+def test_a_run_knows_its_data_by_content_and_keeps_its_tokenizer(finished):
+    directory, _, _ = finished
+    run = records.RunRecord.load(directory)
+    known = sources.identified(DataConfig())
+    assert run.config == dataclasses.replace(small.run(), data=known)
+    assert run.hash == config_hash(run.config)
+    assert vocabulary.kept_name(directory) == "bytes"
+
+
+def test_a_run_goes_on_with_another_execution(finished, tmp_path):
+    """Kept products, other saves and evaluations, micro-batches: the same losses to rounding."""
+    whole = small.curve(finished[0])
+
+    def leave_at_4(progress):
+        if progress.step == 3:  # told of once the fourth is under way
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with Watch().signals() as watch, pytest.raises(Preempted, match="at step 4 of 8"):
+        loop.train(small.run(), tmp_path / "run", leave_at_4, watch=watch)
+    other = small.run(keep_products=True, accumulation=2, eval_every=2, checkpoint_every=0)
+    loop.train(other, tmp_path / "run", lambda _: None)
+    resumed = small.curve(tmp_path / "run")
+    assert [line["step"] for line in resumed] == [line["step"] for line in whole]
+    np.testing.assert_allclose(
+        [line["loss"] for line in resumed], [line["loss"] for line in whole], rtol=1e-4
+    )
+    # What the first steps took is counted as they took it.
+    spent = [line["hardware_flops"] for line in resumed]
+    first, last = spent[3] / 4, (spent[7] - spent[3]) / 4
+    assert first == whole[0]["hardware_flops"] > last > 0
+    assert spent[:4] == [line["hardware_flops"] for line in whole[:4]]
+    assert records.RunRecord.load(tmp_path / "run").config.execution == other.execution
 
 
 def test_every_evaluation_names_three_losses_and_they_differ(finished):
@@ -202,6 +239,57 @@ def test_a_damaged_newest_checkpoint_is_set_aside_for_the_one_before(dying, fini
     assert (dying / "checkpoints_damaged" / "8").is_dir()
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EIO, "Input/output error"),
+        OSError(errno.ESTALE, "Stale file handle"),
+        OSError(errno.EMFILE, "Too many open files"),
+        MemoryError(),
+        ValueError('Error reading "d/0.0": UNKNOWN: [OS error 5: EIO Input/output error]'),
+        ValueError("UNAVAILABLE: connection reset"),
+    ],
+    ids=str,
+)
+def test_a_disk_that_fails_for_now_moves_no_checkpoint(error, dying, monkeypatch):
+    before = sorted(dying.rglob("*"))
+
+    def read(*_):
+        raise ValueError("Error restoring") from error
+
+    monkeypatch.setattr(Checkpoints, "_read", read)
+    with pytest.raises(UserError, match=r"cannot be read at present .*nothing was changed"):
+        loop.train(small.run(), dying, lambda _: None)
+    assert not (dying / "checkpoints_damaged").exists()
+    assert [path for path in before if "checkpoints" in path.parts] == [
+        path for path in sorted(dying.rglob("*")) if "checkpoints" in path.parts
+    ]
+
+
+@pytest.mark.parametrize(
+    "error", [FileNotFoundError(errno.ENOENT, "No such file"), ValueError("DATA_LOSS: checksum")]
+)
+def test_missing_and_damaged_files_do_not_pass(error):
+    assert not passing(error)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_parameters_that_are_not_finite_are_named_when_a_checkpoint_is_read(value, tmp_path):
+    config, directory = small.run(), tmp_path / "run"
+    records.prepare(directory, config)
+    state = initial_state(config)
+    router = state.model.groups[0].sparse.router
+    state.model.groups[0].sparse.router = nnx.Param(router[...].at[0, 1, 2].set(value))
+    with Checkpoints(directory, config) as checkpoints:
+        checkpoints.save(state, {})
+    with (
+        Checkpoints(directory, config, read_only=True) as checkpoints,
+        pytest.raises(UserError, match=r"parameter .*router.* holds numbers that are not finite"),
+    ):
+        checkpoints.restore(abstract_state(config))
+    assert (directory / "checkpoints" / "0").is_dir()
+
+
 def test_when_no_checkpoint_can_be_read_nothing_is_touched(dying):
     damage(dying, [6, 8])
     before = sorted(dying.rglob("*"))
@@ -217,10 +305,6 @@ def test_a_gap_in_the_curve_is_told(dying, caplog):
     assert "ends at step 5, the checkpoint is of step 8" in caplog.text
 
 
-def data_hash():
-    return sources.load(small.run().data).hash
-
-
 def test_a_checkpoint_of_another_architecture_is_refused_naming_the_difference(finished):
     directory, _, _ = finished
     config = small.run()
@@ -229,7 +313,7 @@ def test_a_checkpoint_of_another_architecture_is_refused_naming_the_difference(f
     )
     difference = r"model\.routing\.bias_scale is 1\.0 there, 0\.25"
     with (
-        Checkpoints(directory, other, data_hash()) as checkpoints,
+        Checkpoints(directory, other) as checkpoints,
         pytest.raises(UserError, match=difference),
     ):
         checkpoints.restore(initial_state(other))
@@ -239,11 +323,12 @@ def test_a_checkpoint_of_another_architecture_is_refused_naming_the_difference(f
 
 def test_a_checkpoint_of_other_data_is_refused(finished):
     directory, _, _ = finished
+    other = dataclasses.replace(small.run(), data=DataConfig("embedded", "feedfacefeedface"))
     with (
-        Checkpoints(directory, small.run(), "feedfacefeedface") as checkpoints,
+        Checkpoints(directory, other) as checkpoints,
         pytest.raises(UserError, match="trained on other data"),
     ):
-        checkpoints.restore(initial_state(small.run()))
+        checkpoints.restore(initial_state(other))
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_at_once(tmp_path):

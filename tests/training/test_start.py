@@ -76,10 +76,8 @@ def dense(tmp_path):
 
 
 def _checkpoint(config: RunConfig, directory) -> None:
-    from xmod_jax.data import sources
-
     records.prepare(directory, config)
-    with Checkpoints(directory, config, sources.load(config.data).hash) as checkpoints:
+    with Checkpoints(directory, config) as checkpoints:
         checkpoints.save(initial_state(config), {})
 
 

@@ -25,6 +25,7 @@ from absl import logging
 from array_record.python import array_record_module
 
 from xmod_jax import claims, storage
+from xmod_jax.data import vocabulary
 from xmod_jax.data.documents import TFDS, Documents, Reading, Source, digest, is_heldout
 from xmod_jax.data.shards import (
     MANIFEST,
@@ -378,6 +379,8 @@ def _finish(
         told,
         fingerprint(tokenizer.name, tokenizer.vocab_size, shards),
     )
+    folder = pathlib.Path(settings.vocabulary) if settings.vocabulary else None
+    vocabulary.keep(output, tokenizer.name, folder)
     manifest.write(output)
     shutil.rmtree(output / _UNITS)
     return manifest

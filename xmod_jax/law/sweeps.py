@@ -6,13 +6,14 @@ import collections
 import dataclasses
 import enum
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from xmod_jax import records
-from xmod_jax.config import seedless_hash
+from xmod_jax.config import RunConfig
 from xmod_jax.errors import UserError
+from xmod_jax.identity import seedless_hash
 from xmod_jax.law.observations import Row
 
 # What the law describes; MoD, MoE and the controls have no K and A in its sense.
@@ -84,14 +85,20 @@ def collect(paths: Iterable[pathlib.Path], loss: Loss = Loss.CALIBRATED) -> Coll
 
 
 def _require_comparable(runs: Sequence[records.RunRecord]) -> None:
-    for what, values in (
-        ("scales", {run.config.scale for run in runs}),
-        ("data", {run.config.data.source for run in runs}),
-    ):
-        if len(values) > 1:
+    """Refuses runs whose held-out losses are of different texts, or of different scales."""
+    keys: dict[str, Callable[[RunConfig], str]] = {
+        "scales": lambda config: config.scale,
+        "data": lambda config: config.data.content,
+    }
+    for what, key in keys.items():
+        first: dict[str, records.RunRecord] = {}
+        for run in runs:
+            first.setdefault(key(run.config), run)
+        if len(first) > 1:
+            which = ", ".join(f"{value} in {run.directory}" for value, run in first.items())
             raise UserError(
-                f"the runs mix {what} ({', '.join(sorted(values))}), so their losses cannot be "
-                "compared: fit each on its own"
+                f"the runs mix {what} ({which}), so their losses cannot be compared: fit each on "
+                "its own"
             )
 
 

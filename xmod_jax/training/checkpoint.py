@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import pathlib
+import re
 import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
 
 from xmod_jax import records
-from xmod_jax.config import RunConfig, config_hash, to_dict
+from xmod_jax.config import RunConfig, to_dict
 from xmod_jax.errors import UserError
+from xmod_jax.identity import config_hash, first_difference
 from xmod_jax.processes import ALONE, LeavingTogether, Processes
 from xmod_jax.training.step import TrainState
 
@@ -42,6 +47,43 @@ class Keep:
 
 
 NEWEST = Keep()
+
+
+# What the system says when a file cannot be had now, but is not damaged.
+_PASSING = (
+    errno.EACCES,
+    errno.EAGAIN,
+    errno.EBUSY,
+    errno.EHOSTDOWN,
+    errno.EINTR,
+    errno.EIO,
+    errno.EMFILE,
+    errno.ENETUNREACH,
+    errno.ENFILE,
+    errno.ENOMEM,
+    errno.ENOTCONN,
+    errno.EPERM,
+    errno.EREMOTEIO,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+)
+# TensorStore's words for such failures; it puts the number of the system's into its text.
+_PASSING_TEXT = re.compile(r"UNAVAILABLE|DEADLINE_EXCEEDED|PERMISSION_DENIED|RESOURCE_EXHAUSTED")
+_NUMBER_TEXT = re.compile(r"OS error (\d+)")
+
+
+def passing(error: BaseException | None) -> bool:
+    """Whether reading failed for a reason that says nothing about what the file holds."""
+    while error is not None:
+        if isinstance(error, MemoryError):
+            return True
+        if isinstance(error, OSError) and error.errno in _PASSING:
+            return True
+        numbers = map(int, _NUMBER_TEXT.findall(str(error)))
+        if _PASSING_TEXT.search(str(error)) or any(number in _PASSING for number in numbers):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 class _Told:
@@ -100,7 +142,6 @@ class Checkpoints:
         self,
         directory: pathlib.Path,
         config: RunConfig,
-        data_hash: str,
         processes: Processes = ALONE,
         keep: Keep = NEWEST,
         read_only: bool = False,
@@ -109,15 +150,14 @@ class Checkpoints:
 
         Args:
           directory: the run directory.
-          config: the run; its hash and model are stored with every checkpoint.
-          data_hash: fingerprint of the training data, stored likewise.
+          config: the run; its hash, model and the fingerprint of its data are stored with every
+            checkpoint.
           processes: those that save and restore together; each holds its part of the state.
           keep: which checkpoints stay.
           read_only: change nothing there; another worker may be saving.
         """
         self._folder = (directory / records.CHECKPOINTS).absolute()
         self._config = config
-        self._data_hash = data_hash
         self._processes = processes
         self._read_only = read_only
         if read_only:
@@ -126,7 +166,7 @@ class Checkpoints:
             )
         else:
             options = ocp.CheckpointManagerOptions(
-                max_to_keep=keep.newest or config.train.keep_checkpoints,
+                max_to_keep=keep.newest or config.execution.keep_checkpoints,
                 keep_period=keep.every or None,
                 cleanup_tmp_directories=True,
             )
@@ -176,7 +216,7 @@ class Checkpoints:
         meta = {
             "hash": config_hash(self._config),
             "model": to_dict(self._config.model),
-            "data": self._data_hash,
+            "data": self._config.data.hash,
             "data_state": data_state,
         }
         items = ocp.args.Composite(
@@ -212,11 +252,13 @@ class Checkpoints:
             these, whatever mesh wrote it; onto one device where there are none. Without an
             optimiser (None) nothing of the saved one is read.
 
-        Where it cannot be read the one before is used, told by a warning; the unreadable are then
-        set aside, but for a reader. Nothing is moved while none can be read.
+        Where it is damaged the one before is used, told by a warning; the damaged are then set
+        aside, but for a reader. Nothing is moved while none can be read, nor for a failure of the
+        disk or the network, which may pass.
 
         Raises:
-          UserError: it belongs to another architecture or other data, naming the difference; or no
+          UserError: it belongs to another architecture or other data, naming the difference; it
+            holds parameters that are not finite, naming them; the disk does not give it; or no
             checkpoint can be read.
         """
         damaged = {}
@@ -263,7 +305,13 @@ class Checkpoints:
             raise
         except Exception as error:  # whatever a library makes of damaged bytes
             cause = error.__cause__ or error  # Orbax puts the position before what was wrong there
-            return None, f"{type(cause).__name__}: {cause}".splitlines()[0][:200]
+            reason = f"{type(cause).__name__}: {cause}".splitlines()[0][:200]
+            if passing(error):
+                raise UserError(
+                    f"{self._folder / str(step)}: cannot be read at present ({reason}): nothing "
+                    "was changed; start again once the disk answers"
+                ) from error
+            return None, reason
 
     def _read(self, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
         here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -286,6 +334,7 @@ class Checkpoints:
         leaves = self._manager.restore(step, args=items)["state"]
         structure = jax.tree.structure(like)
         state = jax.tree.unflatten(structure, [leaves[name] for name in named_leaves(like)])
+        self._check_finite(state, step)
         return state, meta["meta"]["data_state"]
 
     def _set_aside(self, step: int) -> pathlib.Path:
@@ -306,13 +355,27 @@ class Checkpoints:
 
     def _check(self, meta: dict[str, Any], step: int | None) -> None:
         where = f"{self._folder / str(step)}"
-        difference = records.first_difference(meta["model"], to_dict(self._config.model), "model")
-        if difference:
-            raise UserError(f"{where} is a checkpoint of another architecture: {difference}")
-        if meta["data"] != self._data_hash:
+        differs = first_difference(meta["model"], to_dict(self._config.model), "model")
+        if differs:
+            raise UserError(f"{where} is a checkpoint of another architecture: {differs}")
+        known = self._config.data.hash
+        if known and meta["data"] not in ("", known):
             raise UserError(
-                f"{where} was trained on other data ({meta['data']}, here {self._data_hash}): "
-                "resume with the same data source and Python version, or start in another folder"
+                f"{where} was trained on other data ({meta['data']}, here {known}): resume with "
+                "the same data and Python version, or start in another folder"
+            )
+
+    def _check_finite(self, state: TrainState, step: int) -> None:
+        """Refuses parameters that are not finite: a router of NaNs, say, would route nothing."""
+        # A local array is looked at where it lies; what other processes hold too, by a program.
+        alone = jax.default_backend() == "cpu" and self._processes.count == 1
+        isfinite = (lambda leaf: np.isfinite(np.asarray(leaf))) if alone else jnp.isfinite
+        wrong = [n for n, leaf in named_leaves(state.model).items() if not isfinite(leaf).all()]
+        if wrong:
+            more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+            raise UserError(
+                f"{self._folder / str(step)}: the parameter {wrong[0]}{more} holds numbers that "
+                "are not finite: remove that checkpoint, and the one before is used"
             )
 
     def _disk_error(self, error: Exception) -> Exception:

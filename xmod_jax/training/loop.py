@@ -20,15 +20,23 @@ from tensorboardX import SummaryWriter
 
 from xmod_jax import accounting, records, sharding, storage
 from xmod_jax.config import RunConfig
-from xmod_jax.data import pipeline, sources
+from xmod_jax.data import pipeline, sources, vocabulary
 from xmod_jax.errors import UserError
 from xmod_jax.nn.attention import is_fused
+from xmod_jax.training import start
 from xmod_jax.training.checkpoint import NEWEST, Checkpoints, Keep
 from xmod_jax.training.compilation import jit
-from xmod_jax.training.evaluation import make_evaluator
+from xmod_jax.training.evaluation import Evaluator, make_evaluator
 from xmod_jax.training.preemption import Interrupted, Preempted, Watch
-from xmod_jax.training.start import started_state
-from xmod_jax.training.step import Metrics, TrainState, abstract_state, initial_state, make_step
+from xmod_jax.training.step import (
+    Metrics,
+    TrainState,
+    abstract_state,
+    flat,
+    initial_state,
+    make_step,
+    program,
+)
 
 _SMOOTHING = 0.9  # of the measured throughput, per step
 
@@ -56,6 +64,19 @@ class Progress:
     loss: float
     tokens_per_s: float
     eta_s: float
+
+
+@functools.lru_cache(maxsize=1)
+def _programs(config: RunConfig, mesh: Mesh | None) -> tuple[Any, Evaluator]:
+    """The compiled step and evaluation of `program(config)`.
+
+    Those of the last run stay: a sweep that trains its seeds one after another compiles once.
+    """
+    structure = jax.tree.structure(abstract_state(config))
+    # On CPU a donated buffer could be one that a background save still reads.
+    donated = () if jax.default_backend() == "cpu" else (0,)
+    step = jit(flat(make_step(config, mesh), structure), donate_argnums=donated)
+    return step, make_evaluator(mesh)
 
 
 class _Waiting(NamedTuple):
@@ -121,9 +142,15 @@ def train(
             config.model.backbone.vocab_size,
         )
     # Only now: a mistake about the data leaves no run behind for a mended configuration to meet.
-    watch.processes.from_leader(functools.partial(records.prepare, directory, config))
-    with Checkpoints(directory, config, dataset.hash, watch.processes, keep) as checkpoints:
-        saves = (config.train.checkpoint_every, keep.every)
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, hash=dataset.hash))
+
+    def prepare() -> None:
+        records.prepare(directory, config)
+        vocabulary.keep(directory, dataset.tokenizer, dataset.vocabulary)
+
+    watch.processes.from_leader(prepare)
+    with Checkpoints(directory, config, watch.processes, keep) as checkpoints:
+        saves = (config.execution.checkpoint_every, keep.every)
         run = _Run(config, directory, dataset, batches, checkpoints, saves, progress, mesh, watch)
         return run.go()
 
@@ -145,6 +172,7 @@ class _Run:
     ) -> None:
         self.config, self.train, self.directory = config, config.train, directory
         self.checkpoints, self.progress, self.dataset = checkpoints, progress, dataset
+        self.every = config.execution.eval_every
         self.saves = saves  # it does at the multiples of each of these steps
         self.mesh, self.watch, self.leads = mesh, watch, watch.processes.leads
         self.batches = batches
@@ -154,17 +182,18 @@ class _Run:
         self.hardware_flops = accounting.run_hardware_flops_per_token(
             config, saved_attention=not is_fused(config.model.compute.value)
         )
-        # On CPU a donated buffer could be one that a background save still reads.
-        donated = () if jax.default_backend() == "cpu" else (0,)
-        self.step = jit(make_step(config, mesh), donate_argnums=donated)
-        self.evaluate = make_evaluator(mesh)
+        self.step, self.evaluate = _programs(program(config), mesh)
+        # What steps before a resumption took beyond that: they may have been executed otherwise.
+        self.hardware_flops_before = 0.0
         self.tokens_per_s = 0.0
         self.clock: float | None = None  # of the last recorded step; None after other work
         self.waiting: _Waiting | None = None
 
     def go(self) -> dict[str, Any]:
         """Takes the steps that are left, then marks the run done."""
-        self.state, self.taken = self._start()
+        state, self.taken = self._start()
+        # Between evaluations and saves the state is a list of arrays (`flat`).
+        self.leaves, self.structure = jax.tree.flatten(state)
         self.saved = self.taken  # step of the last checkpoint, if any
         with self._tensorboard(self.taken) as self.board:
             try:
@@ -183,13 +212,13 @@ class _Run:
         # A death between the last checkpoint and its records, or a signal: made again. A run that
         # starts from another's weights shows what they are worth before its first step.
         started = self.config.start is not None
-        evaluates = self._due(self.taken, self.train.eval_every) if self.taken else started
+        evaluates = self._due(self.taken, self.every) if self.taken else started
         if evaluates and self._lacks_evaluation():
             self._record_evaluation(self.taken, self.state)
         while self.taken < self.train.steps:
             self._take_step()
             step = self.taken
-            evaluates = self._due(step, self.train.eval_every)
+            evaluates = self._due(step, self.every)
             saves = any(self._due(step, every) for every in self.saves)
             if evaluates or saves:
                 self._record_waiting()
@@ -205,7 +234,7 @@ class _Run:
         if self.mesh is not None:
             batch = sharding.global_batch(batch, self.train.batch_size, self.mesh)
         vote = self.watch.processes.vote(self.watch.arrived)
-        self.state, metrics = self.step(self.state, batch)
+        self.leaves, metrics = self.step(self.leaves, batch)
         self.taken, self.position = self.taken + 1, self.batches.get_state()
         before, self.waiting = self.waiting, _Waiting(self.taken, metrics)
         # Only now read the step before: the device already has work.
@@ -213,6 +242,11 @@ class _Run:
             self._record_step(*before)
         if vote:
             raise Interrupted
+
+    @property
+    def state(self) -> TrainState:
+        """Parameters, optimiser and thresholds after the last step taken."""
+        return jax.tree.unflatten(self.structure, self.leaves)
 
     def _record_waiting(self) -> None:
         if self.waiting:
@@ -238,7 +272,9 @@ class _Run:
     def _start(self) -> tuple[TrainState, int]:
         """Fresh or restored state and its step; records later than it are dropped."""
         if self.checkpoints.latest is None and self.config.start is not None:
-            state = started_state(self.config, self.mesh)
+            state = start.started_state(self.config, self.mesh)
+            if self.leads:
+                start.carry(self.config, self.directory)
             # From now on the run needs nothing of the other.
             self.checkpoints.save(state, self.position)
         elif self.checkpoints.latest is None:
@@ -252,6 +288,9 @@ class _Run:
             return state, step
         for name in (records.TRAIN, records.EVAL):
             records.truncate_after(self.directory / name, step)
+        if lines := records.read_lines(self.directory / records.TRAIN):
+            spent = lines[-1].get("hardware_flops") or 0.0
+            self.hardware_flops_before = spent - lines[-1]["tokens"] * self.hardware_flops
         if (last := self._last_step(records.TRAIN) or 0) < step:
             logging.warning(
                 "%s ends at step %d, the checkpoint is of step %d: the curve keeps a gap",
@@ -298,9 +337,8 @@ class _Run:
 
     def _record_evaluation(self, step: int, state: TrainState) -> None:
         train = self.train
-        sequences = train.batch_size // train.accumulation
         batches = pipeline.eval_batches(
-            self.dataset, train.context_length, sequences, train.eval_sequences
+            self.dataset, train.context_length, self.config.micro_batch, train.eval_sequences
         )
         values = self.evaluate(state.model, state.thresholds, self.watch.until_asked(batches))
         self._check_finite(step, {n: v for n, v in values.items() if n.startswith("loss")})
@@ -315,7 +353,7 @@ class _Run:
             "step": step,
             "tokens": tokens,
             "flops": tokens * self.flops,
-            "hardware_flops": tokens * self.hardware_flops,
+            "hardware_flops": tokens * self.hardware_flops + self.hardware_flops_before,
         }
         storage.append(self.directory / name, place | values)
         kind = pathlib.Path(name).stem

@@ -11,9 +11,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from xmod_jax import upcycling
+from xmod_jax import records, storage, upcycling
 from xmod_jax.config import RunConfig, SparseStart, Start
-from xmod_jax.data import sources
+from xmod_jax.data import sources, vocabulary
 from xmod_jax.errors import UserError
 from xmod_jax.records import RunRecord
 from xmod_jax.training.checkpoint import Checkpoints
@@ -37,7 +37,7 @@ def find(directory: pathlib.Path, config: RunConfig, sparse: SparseStart) -> Sta
     source = RunRecord.load(directory)
     if source.config.model != config.model:
         upcycling.check(source.config.model, config.model)
-    theirs, ours = (sources.load(run.data).tokenizer for run in (source.config, config))
+    theirs, ours = _tokenizer(source), sources.load(config.data).tokenizer
     if theirs != ours:
         raise UserError(f"{directory} was trained on tokens of {theirs}, {config.name} has {ours}")
     with _open(source) as checkpoints:
@@ -81,7 +81,26 @@ def started_state(config: RunConfig, mesh: Mesh | None = None) -> TrainState:
     return jit(make, out_shardings=placed)(weights, np.uint32(config.train.seed))
 
 
+def carry(config: RunConfig, directory: pathlib.Path) -> None:
+    """Takes along what belongs to imported weights, so that the run needs its start no more.
+
+    Args:
+      config: a run with a start.
+      directory: its run directory.
+    """
+    assert config.start is not None
+    source = pathlib.Path(config.start.directory) / records.SOURCE
+    for path in source.rglob("*") if source.is_dir() else ():
+        if path.is_file():
+            place = directory / records.SOURCE / path.relative_to(source)
+            storage.write_atomically(place, path.read_bytes())
+
+
 def _open(source: RunRecord) -> Checkpoints:
     """The checkpoints of a run that somebody may be training."""
-    data_hash = sources.load(source.config.data).hash
-    return Checkpoints(source.directory, source.config, data_hash, read_only=True)
+    return Checkpoints(source.directory, source.config, read_only=True)
+
+
+def _tokenizer(source: RunRecord) -> str:
+    """The name of a run's tokenizer; one of an earlier version has it in its data."""
+    return vocabulary.kept_name(source.directory) or sources.load(source.config.data).tokenizer
