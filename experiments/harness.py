@@ -122,13 +122,15 @@ class XmodLM(TemplateLM):
         encoded = []
         for request in requests:
             context, continuation = request.args
-            context_ids, ids, joined = self._encode(context, continuation)
+            whole = context + continuation
+            context_ids, ids, apart = self._encode(context, continuation)
             encoded.append(((context, continuation), context_ids, ids))
             self.outcomes.add(
                 _task_of(request),
                 context_cut=len(context_ids) > max(1, self.max_length + 1 - len(ids)),
                 text_in_parts=len(ids) > self.max_length,
-                joined=joined,
+                joined=bool(apart and context and continuation),
+                shifted=not apart and self._tokens.decode([*context_ids, *ids]) != whole,
                 empty=ids == [self.eot_token_id],
             )
         self._say()
@@ -151,7 +153,7 @@ class XmodLM(TemplateLM):
                 return context_ids, ids, False
         end = len(context.rstrip())  # blanks belong to the continuation, as they do there
         ids = self.tok_encode(context[end:] + continuation)
-        return self.tok_encode(context[:end]), ids or [self.eot_token_id], bool(context and ids)
+        return self.tok_encode(context[:end]), ids or [self.eot_token_id], True
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
