@@ -11,12 +11,12 @@ work directory.
 
 from __future__ import annotations
 
+import os
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
 
 from absl import flags
-from tqdm import tqdm
 
 from experiments import cli, diagnostics_figure, figure_files, report_diagnostics, trained
 from xmod_jax import records
@@ -37,15 +37,20 @@ def main() -> None:
     if not _WORKDIR.value:
         raise UserError("--workdir is missing: give run or sweep directories, comma-separated")
     runs = _with_checkpoint(records.find_runs(_WORKDIR.value))
+    folder = pathlib.Path(_WORKDIR.value[0])
+    for place in (folder, *(run.directory for run in runs)):
+        if not os.access(place, os.W_OK):  # found after the work, it would be lost
+            raise UserError(f"{place}: cannot be written to: diagnose keeps its results there")
     found: dict[str, Diagnostics] = {}
     # A name may stand in several directories.
     repeated = len({run.config.name for run in runs}) < len(runs)
-    for run in tqdm(runs, desc="diagnosing", disable=None, leave=False):
+    for place, run in enumerate(runs, 1):
         label = str(run.directory) if repeated else run.config.name
-        found[label], step = report_diagnostics.measure(run, _SEQUENCES.value)
+        title = f"[{place}/{len(runs)}] {label}"
+        found[label], step = report_diagnostics.measure(run, _SEQUENCES.value, title)
         report_diagnostics.write(run, found[label], step)
     print(report_diagnostics.table(found))
-    print(f"figure: {draw(found, pathlib.Path(_WORKDIR.value[0]))}.png and .svg")
+    print(f"figure: {draw(found, folder)}.png and .svg")
 
 
 def _with_checkpoint(runs: Sequence[RunRecord]) -> list[RunRecord]:

@@ -11,13 +11,15 @@ every answer, as the harness writes them.
 
 from __future__ import annotations
 
+import json
 import pathlib
 import sys
 from typing import Any
 
 from absl import flags
 
-from experiments import cli, trained
+from experiments import cli, progress, trained
+from xmod_jax.data.tokenizer import BYTES
 from xmod_jax.errors import UserError
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", None, "run directory")
@@ -49,7 +51,8 @@ def main() -> None:
         raise UserError("--tasks is missing: give names of tasks, for instance hellaswag,piqa")
     if _SAMPLES.value and not _OUTPUT.value:
         raise UserError("--log_samples needs --output=DIR")
-    trained.find(_CHECKPOINT.value)
+    run = trained.find(_CHECKPOINT.value)
+    tokenizer = trained.tokenizer(run, _VOCABULARY.value)
     for path in _INCLUDE.value or ():
         if not pathlib.Path(path).is_dir():
             raise UserError(f"--include_path={path}: no such folder")
@@ -58,12 +61,26 @@ def main() -> None:
     except ModuleNotFoundError as error:
         raise UserError("evaluation needs the package lm_eval: install the extra eval") from error
     if _OUTPUT.value:
+        if pathlib.Path(_OUTPUT.value).suffix == ".json":  # the harness would take it for a file
+            raise UserError(f"--output={_OUTPUT.value}: name a folder, without .json at its end")
         cli.output_folder(_OUTPUT.value)  # the harness would only log a failure, after the work
-    results, tracker = _evaluate()
+    doubts = []
+    if _VOCABULARY.value and tokenizer.name == BYTES:
+        doubts.append(f"--vocabulary is not used: the tokenizer of the run is {BYTES}")
+    most = run.config.train.context_length
+    if _LENGTH.value and _LENGTH.value > most:
+        doubts.append(
+            f"--max_length={_LENGTH.value} is more than the {most} tokens that the model was "
+            "trained with, beyond which it is not reliable"
+        )
+    progress.warn(doubts)
+    results, tracker, outcomes = _evaluate()
     _report(results, tracker)
+    progress.warn([*doubts, *outcomes])
 
 
-def _evaluate() -> tuple[dict[str, Any], Any]:
+def _evaluate() -> tuple[dict[str, Any], Any, list[str]]:
+    """The harness's results, what writes them, and what a reader should know of them."""
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.loggers import EvaluationTracker
 
@@ -78,10 +95,13 @@ def _evaluate() -> tuple[dict[str, Any], Any]:
         "threshold": _THRESHOLD.value,
         "vocabulary": _VOCABULARY.value,
     }
+    settings = {key: value for key, value in settings.items() if value is not None}
+    model = harness.XmodLM(batch_size=_BATCH.value, **settings)
+    model.tasks = harness_tasks.single(tasks)
     with harness_tasks.blaming(names):
         results = simple_evaluate(
-            model=harness.NAME,
-            model_args={key: value for key, value in settings.items() if value is not None},
+            model=model,
+            model_args=settings,
             tasks=tasks,
             num_fewshot=_FEWSHOT.value,
             batch_size=_BATCH.value,
@@ -91,22 +111,50 @@ def _evaluate() -> tuple[dict[str, Any], Any]:
             log_samples=_SAMPLES.value,
         )
     assert results is not None
-    return results, tracker
+    # The harness knows the class only of a model that is made already.
+    results["config"]["model"] = tracker.general_config_tracker.model_source = harness.NAME
+    return results, tracker, model.outcomes.lines()
 
 
 def _report(results: dict[str, Any], tracker: Any) -> None:
-    """Prints the table; writes the files where a folder is given."""
+    """Prints the table; writes the files where a folder is given.
+
+    Raises:
+      UserError: a file is not there or not whole, of which the harness says nothing.
+    """
     from lm_eval.utils import make_table
 
-    samples = results.pop("samples", None)
-    if _OUTPUT.value:
-        tracker.save_results_aggregated(results=results, samples=samples)
-        for task in results["configs"] if samples else ():
-            tracker.save_results_samples(task_name=task, samples=samples[task])
-        print(f"results in {_OUTPUT.value}", file=sys.stderr)
     print(make_table(results))
     if results.get("groups"):
         print(make_table(results, "groups"))
+    sys.stdout.flush()
+    if not _OUTPUT.value:
+        return
+    samples = results.pop("samples", None) or {}
+    lengths = {name: len(samples[name]) for name in samples}
+    tracker.save_results_aggregated(results=results, samples=samples)
+    for task in samples:
+        tracker.save_results_samples(task_name=task, samples=samples[task])
+    folder = pathlib.Path(_OUTPUT.value, tracker.general_config_tracker.model_name_sanitized)
+    _require_whole(folder, getattr(tracker, "date_id", "DATE"), lengths)
+    print(f"results in {folder}", file=sys.stderr)
+
+
+def _require_whole(folder: pathlib.Path, date: str, lengths: dict[str, int]) -> None:
+    """Refuses files of results and of so many answers of every task that are not all there."""
+    wanted: dict[str, int | None] = {f"results_{date}.json": None}
+    wanted |= {f"samples_{task}_{date}.jsonl": count for task, count in lengths.items()}
+    for name, lines in wanted.items():
+        try:
+            text = (folder / name).read_text("utf-8")
+            whole = bool(json.loads(text)) if lines is None else text.count("\n") == lines
+        except (OSError, ValueError):
+            whole = False
+        if not whole:
+            raise UserError(
+                f"{folder / name}: could not be written whole: free some space or choose another "
+                "folder; the table holds the results"
+            )
 
 
 if __name__ == "__main__":

@@ -7,74 +7,24 @@ a text that is too long for the window loses its first tokens, that one first.
 from __future__ import annotations
 
 import collections
-import dataclasses
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 
-from experiments import trained
+from experiments import harness_requests, progress, trained
+from experiments.harness_requests import Outcomes, Wish
 from xmod_jax.data.tokenizer import Tokenizer
 from xmod_jax.errors import UserError
-from xmod_jax.inference.generate import Generator, Prompts, drawing_from
-from xmod_jax.inference.sampling import Sampling
-from xmod_jax.inference.scoring import Scorer, padded_length, power_of_two
-from xmod_jax.inference.text import Stop, Text, generate
+from xmod_jax.inference import sampling
+from xmod_jax.inference.batches import padded_length
+from xmod_jax.inference.generate import Generator, drawing_from
+from xmod_jax.inference.scoring import Score, Scorer
+from xmod_jax.inference.text import Text, generate_padded
 from xmod_jax.model import Decoder, Threshold
 
-NAME = "xmod"
-_MAX_GEN_TOKS = 256  # where a task does not say, as in the harness's own models
-_MAX_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-_DRAWN = ("temperature", "top_k", "top_p")
-# Options that change nothing at these values, and are not known at others.
-_NEUTRAL = {"num_beams": 1, "repetition_penalty": 1.0, "min_p": 0.0}
-
-
-@dataclasses.dataclass(frozen=True)
-class Wish:
-    """How a request wants its text.
-
-    Attributes:
-      sampling: how tokens are chosen.
-      max_tokens: how many at most.
-      stop: what ends it.
-    """
-
-    sampling: Sampling
-    max_tokens: int
-    stop: Stop
-
-    @classmethod
-    def read(cls, options: dict[str, Any], length: int) -> Wish:
-        """From a task's generation_kwargs; `length` is that of the window.
-
-        A stop string need not be in a list; an empty one is none. Draws are made only under
-        ``do_sample``, as the harness has it.
-
-        Raises:
-          UserError: an option that is not known, or more tokens than leave room for a prompt.
-        """
-        known = {"until", "do_sample", *_MAX_TOKENS, *_DRAWN}
-        for name, value in options.items():
-            if name not in known and (name not in _NEUTRAL or value not in (None, _NEUTRAL[name])):
-                raise UserError(f"generation_kwargs: {name}={value} is not known to model {NAME}")
-        said = [options[name] for name in _MAX_TOKENS if options.get(name) is not None]
-        most = int(said[0]) if said else min(_MAX_GEN_TOKS, max(1, length // 2))
-        if not 0 < most < length:
-            raise UserError(
-                f"a task asks for {most} tokens, the window of {length} leaves no room for its "
-                "prompt: change max_gen_toks of the task, or --max_length"
-            )
-        until = options.get("until") or ()
-        strings = (until,) if isinstance(until, str) else tuple(until)
-        sampling = Sampling()
-        if options.get("do_sample"):
-            drawn = {name: options[name] for name in _DRAWN if options.get(name) is not None}
-            sampling = Sampling(**({"temperature": 1.0} | drawn))
-        return cls(sampling, most, Stop(tuple(filter(None, strings))))
+NAME = harness_requests.MODEL
 
 
 @register_model(NAME)
@@ -122,6 +72,9 @@ class XmodLM(TemplateLM):
         self, model: Decoder, route: Threshold, tokenizer: Tokenizer, length: int, batch_size: int
     ) -> None:
         self.batch_size, self.max_length = batch_size, length
+        self.tasks: Sequence[Any] = ()  # of the evaluation, where it says so: checked at its start
+        self.outcomes = Outcomes(length)
+        self._said: set[str] = set()
         self._tokens = tokenizer
         self._scorer = Scorer(model, route, length, batch_size)
         self._generator = Generator(drawing_from(model, tokenizer.vocab_size), route)
@@ -154,25 +107,59 @@ class XmodLM(TemplateLM):
     ) -> list[int]:
         return [int(token) for token in self._tokens.encode(string)]
 
+    def get_model_info(self) -> dict[str, Any]:
+        """What the harness adds to the configuration in its results."""
+        return {"window": self.max_length, "outcomes": self.outcomes.record()}
+
     def loglikelihood(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """(log-likelihood, whether greedy decoding gives it) of continuations behind contexts."""
+        """(log-likelihood, whether greedy decoding gives it) of continuations behind contexts.
+
+        An empty continuation is scored as the end of the text.
+        """
+        self._check()
         encoded = []
-        for context, continuation in (request.args for request in requests):
-            pair = (
-                self._encode_pair(context, continuation)
-                if context
-                else ([], self.tok_encode(continuation))
+        for request in requests:
+            context, continuation = request.args
+            whole = context + continuation
+            context_ids, ids, apart = self._encode(context, continuation)
+            encoded.append(((context, continuation), context_ids, ids))
+            self.outcomes.add(
+                _task_of(request),
+                context_cut=len(context_ids) > max(1, self.max_length + 1 - len(ids)),
+                text_in_parts=len(ids) > self.max_length,
+                joined=bool(apart and context and continuation),
+                shifted=not apart and self._tokens.decode([*context_ids, *ids]) != whole,
+                empty=ids == [self.eot_token_id],
             )
-            encoded.append(((context, continuation), *pair))
+        self._say()
         return self._loglikelihood_tokens(encoded)
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        return self._encode(context, continuation)[:2]
+
+    def _encode(self, context: str, continuation: str) -> tuple[list[int], list[int], bool]:
+        """Tokens of a context and of a continuation, and whether they were encoded apart.
+
+        As the harness does it, the whole text is cut behind as many tokens as the context alone
+        has. Where none is left, since the context's end and the continuation are one token, each is
+        encoded by itself, as the harness does for models with an encoder: the sum over no token
+        would be 0, the best score there is.
+        """
+        if context:
+            context_ids, ids = super()._encode_pair(context, continuation)
+            if ids:
+                return context_ids, ids, False
+        end = len(context.rstrip())  # blanks belong to the continuation, as they do there
+        ids = self.tok_encode(context[end:] + continuation)
+        return self.tok_encode(context[:end]), ids or [self.eot_token_id], True
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
         pairs = [([self.eot_token_id, *context], tokens) for _, context, tokens in requests]
-        scores = [(total, greedy) for total, greedy in self._scorer.score(pairs)]
+        scores = [(total, greedy) for total, greedy in self._score(pairs)]
         for (texts, _, _), score in zip(requests, scores, strict=True):
             self.cache_hook.add_partial("loglikelihood", texts, score)
         return scores
@@ -181,12 +168,31 @@ class XmodLM(TemplateLM):
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
         """Log-likelihoods of whole texts, every token scored once."""
+        self._check()
         texts = [request.args[0] for request in requests]
         pairs = [([self.eot_token_id], self.tok_encode(text)) for text in texts]
-        scores = self._scorer.score(pairs)
+        for request, (_, ids) in zip(requests, pairs, strict=True):
+            self.outcomes.add(_task_of(request), text_in_parts=len(ids) > self.max_length)
+        self._say()
+        scores = self._score(pairs)
         for text, score in zip(texts, scores, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), score.log_likelihood)
         return [score.log_likelihood for score in scores]
+
+    def _score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[Score]:
+        with progress.steps("scoring", "windows") as tell:
+            return self._scorer.score(pairs, tell)
+
+    def _check(self) -> None:
+        """Refuses, at the first request, what the others of the evaluation cannot have."""
+        harness_requests.check(self.tasks, self.max_length)
+        self.tasks = ()
+
+    def _say(self) -> None:
+        """Tells at once what became of requests; whoever prints the results may repeat it."""
+        fresh = [line for line in self.outcomes.lines() if line not in self._said]
+        progress.warn(fresh)
+        self._said.update(fresh)
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Texts behind contexts, each up to the first of its own stop strings.
@@ -194,50 +200,42 @@ class XmodLM(TemplateLM):
         Draws depend on the context, and on how many equal requests came before: neither on the
         batch nor on the order of the others.
         """
+        self._check()
         wishes = [Wish.read(request.args[1], self.max_length) for request in requests]
-        prompts, names = [], []
-        seen: collections.Counter[str] = collections.Counter()
+        prompts = []
         for request, wish in zip(requests, wishes, strict=True):
-            context = request.args[0]
+            ids = self.tok_encode(request.args[0])
             room = self.max_length - wish.max_tokens
-            prompts.append([self.eot_token_id, *self.tok_encode(context)][-room:])
-            names.append(zlib.crc32(f"{seen[context]} {context}".encode()))
-            seen[context] += 1
+            prompts.append([self.eot_token_id, *ids][-room:])
+            self.outcomes.add(_task_of(request), context_cut=len(ids) > room)
+        self._say()
+        names_N = sampling.names([request.args[0] for request in requests])
         alike: dict[Any, list[int]] = collections.defaultdict(list)
         for index, (prompt, wish) in enumerate(zip(prompts, wishes, strict=True)):
-            size = padded_length(len(prompt), self.max_length)
-            alike[size, wish.sampling, wish.max_tokens].append(index)
-        texts: dict[int, str] = {}
-        for (size, sampling, most), indices in alike.items():
-            for first in range(0, len(indices), self.batch_size):
-                batch = indices[first : first + self.batch_size]
-                stops = [wishes[index].stop for index in batch]
-                ids = [prompts[index] for index in batch]
-                name_B = np.array([names[index] for index in batch], np.uint32)
-                made = self._generate(ids, size, most, sampling, stops, name_B)
-                texts.update(zip(batch, made, strict=True))
-        for index, request in enumerate(requests):
-            self.cache_hook.add_partial("generate_until", request.args, texts[index])
-        return [texts[index] for index in range(len(requests))]
+            alike[padded_length(len(prompt)), wish.sampling, wish.max_tokens].append(index)
+        texts = [Text(self._tokens, wish.stop) for wish in wishes]
+        done = 0
+        with progress.steps("generating", "texts") as tell:
+            for (_, drawing, most), indices in alike.items():
+                for first in range(0, len(indices), self.batch_size):
+                    batch = indices[first : first + self.batch_size]
+                    for _ in generate_padded(
+                        self._generator,
+                        [prompts[index] for index in batch],
+                        [texts[index] for index in batch],
+                        self.batch_size,
+                        most,
+                        drawing,
+                        name_B=names_N[batch],
+                    ):
+                        pass
+                    done += len(batch)
+                    tell(done, len(requests))
+        for request, text in zip(requests, texts, strict=True):
+            self.cache_hook.add_partial("generate_until", request.args, text.text)
+        return [text.text for text in texts]
 
-    def _generate(
-        self,
-        prompts: Sequence[list[int]],
-        size: int,
-        most: int,
-        sampling: Sampling,
-        stops: Sequence[Stop],
-        name_B: np.ndarray,
-    ) -> list[str]:
-        """Texts of one batch, padded to `size` tokens of a prompt and a power of two of rows."""
-        more = power_of_two(len(prompts)) - len(prompts)
-        batch = Prompts.ragged([*prompts, *[[self.eot_token_id]] * more])
-        width = ((0, 0), (0, size - batch.tokens_BL.shape[1]))
-        batch = batch._replace(tokens_BL=np.pad(batch.tokens_BL, width))
-        texts = [Text(self._tokens, stop) for stop in (*stops, *[Stop()] * more)]
-        for text in texts[len(prompts) :]:
-            text.finish("length")
-        name_B = np.pad(name_B, (0, more))
-        for _ in generate(self._generator, batch, texts, most, sampling, 0, name_B):
-            pass
-        return [text.text for text in texts[: len(prompts)]]
+
+def _task_of(request: Any) -> str | None:
+    """The name of the task that asks."""
+    return getattr(request, "task_name", None)

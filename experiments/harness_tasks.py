@@ -53,6 +53,15 @@ def load(names: Sequence[str], folders: Sequence[str], shots: int | None) -> tup
     return manager, [*(group for group in groups if group.name not in inner), *alone]
 
 
+def single(loaded: Sequence[Any]) -> list[Any]:
+    """The tasks of what `load` gives, those of groups too."""
+    return [
+        task
+        for entry in loaded
+        for task in (entry.get_all_tasks() if hasattr(entry, "get_all_tasks") else [entry])
+    ]
+
+
 def _require_examples(name: str, task: Any, shots: int | None) -> None:
     """Refuses as many examples as a task has: one of them may be the question itself."""
     if not shots or task.get_config("num_fewshot") == 0:

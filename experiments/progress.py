@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol, TextIO
 
 from tqdm import tqdm
@@ -13,6 +13,7 @@ from experiments import estimate, tables
 from xmod_jax import accounting
 from xmod_jax.config import RunConfig
 
+_STEPS = "{desc} {percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt} {unit}, {remaining} left"
 _FORMAT = "{desc} {percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt} tokens{postfix}"
 
 
@@ -75,3 +76,32 @@ class Display:
                 bar.update(progress.tokens - bar.n)
 
             yield update
+
+
+@contextlib.contextmanager
+def steps(title: str, unit: str) -> Iterator[Callable[[int, int], None]]:
+    """Shows on stderr how far the block is and the time that is left.
+
+    Gives the function that is told how many units are done, and of how many.
+    """
+    terminal = sys.stderr.isatty()
+    with tqdm(
+        desc=title,
+        unit=unit,
+        bar_format=_STEPS,
+        file=sys.stderr,
+        miniters=1,
+        mininterval=0.1 if terminal else 10,
+    ) as bar:
+
+        def update(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield update
+
+
+def warn(doubts: Iterable[str]) -> None:
+    """Says on stderr what is allowed and probably not meant."""
+    for doubt in doubts:
+        print(f"warning: {doubt}", file=sys.stderr, flush=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Mapping
 
-from experiments import tables, trained
+from experiments import progress, tables, trained
 from xmod_jax import storage
 from xmod_jax.diagnostics import Diagnostics, Intervals, diagnose, independent_subsets
 from xmod_jax.errors import UserError
@@ -29,12 +29,15 @@ NOTE = (
 )
 
 
-def measure(run: RunRecord, sequences: int | None = None) -> tuple[Diagnostics, int]:
-    """Diagnoses the newest checkpoint of a run.
+def measure(
+    run: RunRecord, sequences: int | None = None, title: str = "diagnosing"
+) -> tuple[Diagnostics, int]:
+    """Diagnoses the newest checkpoint of a run; shows its progress on stderr.
 
     Args:
       run: a run with sparse layers and a checkpoint.
       sequences: held-out sequences; None: as many as the run evaluates.
+      title: of the progress bar.
 
     Returns:
       The diagnostics, and the step of the checkpoint.
@@ -49,13 +52,17 @@ def measure(run: RunRecord, sequences: int | None = None) -> tuple[Diagnostics, 
     train = run.config.train
     dataset = sources.load(run.config.data)
     state = trained.load(run)
-    batches = pipeline.eval_batches(
-        dataset,
-        train.context_length,
-        run.config.micro_batch,
-        sequences or train.eval_sequences,
-    )
-    return diagnose(state.model, state.thresholds, batches, jit), int(state.step)
+    asked = sequences or train.eval_sequences
+    batches = pipeline.eval_batches(dataset, train.context_length, run.config.micro_batch, asked)
+    heldout = [part.heldout for part in getattr(dataset, "parts", (dataset,))]
+    count = min(asked, sum((len(tokens) - 1) // train.context_length for tokens in heldout))
+    with progress.steps(title, "sequences") as tell:
+        found = diagnose(
+            state.model, state.thresholds, batches, jit, lambda done: tell(done, count)
+        )
+    if found.sequences < asked:
+        progress.warn([f"{title}: the held-out data has {found.sequences} sequences, not {asked}"])
+    return found, int(state.step)
 
 
 def write(run: RunRecord, found: Diagnostics, step: int) -> None:

@@ -43,7 +43,10 @@ def tokenizer(run: RunRecord, vocabulary: str | None = None) -> Tokenizer:
       UserError: its vocabulary cannot be had.
     """
     from xmod_jax.data import vocabulary as vocabularies
+    from xmod_jax.data.tokenizer import GPT2, get_tokenizer
 
+    if vocabulary:
+        get_tokenizer(GPT2, vocabulary)  # looked at although the run's tokenizer may need no files
     name = vocabularies.kept_name(run.directory)
     if name is None:
         # A run of an earlier version: its data say which.

@@ -21,6 +21,8 @@ import numpy as np
 from scipy import stats
 
 from xmod_jax.config import from_dict
+from xmod_jax.errors import UserError
+from xmod_jax.inference.batches import NOT_FINITE
 from xmod_jax.model import Decoder, Threshold, Thresholds, TopK
 
 
@@ -56,9 +58,13 @@ def threshold_sums(model: Decoder, tokens_BL: jax.Array, route: Threshold) -> tu
 
 
 def topk_agreement(model: Decoder, tokens_BL: jax.Array) -> jax.Array:
-    """Share of the token-layers of a top-k-driven pass where r >= 0.5 decides as top-k does."""
-    _, outputs = model(tokens_BL, TopK())
-    return jnp.mean(jnp.concatenate([out.agreement_S.ravel() for out in outputs]))
+    """Share of the token-layers of a top-k-driven pass where r >= 0.5 decides as top-k does.
+
+    NaN where the states are not finite: routers that read NaN agree on nothing.
+    """
+    states_BLD, outputs = model(tokens_BL, TopK())
+    share = jnp.mean(jnp.concatenate([out.agreement_S.ravel() for out in outputs]))
+    return jnp.where(jnp.all(jnp.isfinite(states_BLD)), share, jnp.nan)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +172,7 @@ def diagnose(
     thresholds: Thresholds,
     batches: Iterable[np.ndarray],
     jit: Callable[..., Any] = jax.jit,
+    progress: Callable[[int], None] = lambda sequences: None,
 ) -> Diagnostics:
     """Two threshold-driven passes and a top-k one over held-out batches.
 
@@ -174,9 +181,11 @@ def diagnose(
       thresholds: calibrated thresholds of the biased logits, as of `Decoder.thresholds`.
       batches: int32 [B, L + 1]; the last token of a sequence is a target only.
       jit: compiles the passes.
+      progress: told after every batch how many sequences were seen.
 
     Raises:
       ValueError: the model has no sparse layer, or there is no batch.
+      UserError: the model's states are not finite.
     """
     hierarchy = model.config.hierarchy
     if not hierarchy.groups:
@@ -187,16 +196,20 @@ def diagnose(
     agreements, rows = [], []
     for tokens_BL1 in batches:
         tokens_BL = tokens_BL1[:, :-1]
+        made = {name: sums(model, tokens_BL, route) for name, route in routes.items()}
+        # Fetched at every batch: what is only queued is no progress.
+        share, made = jax.device_get((agreement(model, tokens_BL), made))
+        if not np.isfinite(share):
+            raise UserError(NOT_FINITE)
+        for name, part in made.items():
+            parts[name].append(part)
+        agreements.append(share)
         rows.append(len(tokens_BL))
-        agreements.append(agreement(model, tokens_BL))
-        for name, route in routes.items():
-            parts[name].append(sums(model, tokens_BL, route))
+        progress(sum(rows))
     if not rows:
         raise ValueError("no held-out batch")
-    passes = {
-        name: _by_length(model, jax.device_get(part), sum(rows)) for name, part in parts.items()
-    }
-    pooled = float(np.average(jax.device_get(agreements), weights=rows))
+    passes = {name: _by_length(model, part, sum(rows)) for name, part in parts.items()}
+    pooled = float(np.average(agreements, weights=rows))
     return Diagnostics(hierarchy.sparsity, sum(rows), **passes, agreement=pooled)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import pathlib
@@ -12,15 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.harness_requests import Wish
 from tests.experiments.commands import refusal, run_command
 from tests.inference import confident
 from tests.training import small
 from xmod_jax import records
 from xmod_jax.config import ModelConfig, Routing
-from xmod_jax.data.tokenizer import ByteTokenizer
-from xmod_jax.errors import UserError
+from xmod_jax.data.tokenizer import ByteTokenizer, Gpt2Tokenizer
 from xmod_jax.hierarchy import Hierarchy, StageGroup
 from xmod_jax.inference.generate import Generator, Prompts
+from xmod_jax.inference.scoring import windows
 from xmod_jax.inference.text import Stop, Text, generate
 from xmod_jax.model import Decoder, Threshold
 from xmod_jax.training.checkpoint import Checkpoints
@@ -32,6 +34,7 @@ CONFIG = ModelConfig(
     small.BACKBONE, Hierarchy(1, (StageGroup(1, 2),), sparsity=2), Routing(router_init_std=0.5)
 )
 END = ByteTokenizer.end_of_text
+END_2 = Gpt2Tokenizer.end_of_text
 
 
 @pytest.mark.parametrize(
@@ -98,7 +101,8 @@ def test_loglikelihoods_are_those_of_the_model_in_every_batch_and_order():
     expected = {}
     for context, continuation in PAIRS:
         kept = context.rstrip()  # blanks at the end belong to the continuation
-        tail = encode(context[len(kept) :] + continuation).tolist()
+        # An empty continuation is the end of the text.
+        tail = encode(context[len(kept) :] + continuation).tolist() or [END]
         expected[context, continuation] = _score([END, *encode(kept).tolist()], tail)
     for batch_size in (1, 2, 8):
         order = np.random.default_rng(batch_size).permutation(len(PAIRS))
@@ -160,22 +164,113 @@ def test_draws_depend_on_the_request_and_its_repetition_alone():
     assert adapter(1).generate_until(asked[::-1])[::-1] == [made[2], made[1], made[0], made[3]]
 
 
-def test_options_that_are_not_known_are_refused():
-    from experiments.harness import Wish
+def _gpt2() -> Any:
+    """The adapter around a tiny model of GPT-2's vocabulary."""
+    from experiments.harness import XmodLM
 
-    refused: list[tuple[dict[str, Any], str]] = [
-        ({"num_beams": 4}, "num_beams=4 is not known"),
-        ({"max_gen_toks": LENGTH}, "leaves no room"),
-        ({"do_sample": True, "temperature": -1.0}, "temperature must be at least 0"),
-    ]
-    for options, message in refused:
-        with pytest.raises(UserError, match=message):
-            Wish.read(options, LENGTH)
-    wish = Wish.read({"until": "stop", "temperature": 0.7, "num_beams": 1}, LENGTH)
-    assert wish.stop.strings == ("stop",) and wish.sampling.temperature == 0
+    backbone = dataclasses.replace(small.BACKBONE, vocab_size=Gpt2Tokenizer.vocab_size)
+    wide = confident.decoder(dataclasses.replace(CONFIG, backbone=backbone), head=20)
+    return XmodLM.of(wide, Threshold(wide.thresholds()), Gpt2Tokenizer(), LENGTH, 8)
+
+
+def test_a_continuation_that_joins_its_context_is_scored_by_its_own_tokens():
+    lm = _gpt2()
+    assert len(lm.tok_encode("Ans")) > len(lm.tok_encode("Answer"))
+    pairs = [("Ans", "wer"), ("Ans", "wer it"), ("Ans", " wer"), ("Ans", ""), ("Ans", "wering")]
+    # Of the last the harness leaves P(ing | Ans), which is kept and told.
+    assert lm._encode_pair(*pairs[-1])[1] == lm.tok_encode("Answering")[2:]
+    scores = [score for score, _ in lm.loglikelihood([Request(pair) for pair in pairs])]
+    assert all(np.isfinite(scores)) and max(scores) < 0
+    apart = [END_2, *lm.tok_encode("Ans"), *lm.tok_encode("wer")]
+    states, _ = lm._scorer._model(jnp.array([apart[:-1]], jnp.int32), lm._scorer._route)
+    log_p_LV = jax.nn.log_softmax(lm._scorer._model.logits(states)[0])
+    wer = lm.tok_encode("wer")
+    rows = log_p_LV[-len(wer) :]
+    expected = sum(float(row[token]) for row, token in zip(rows, wer, strict=True))
+    np.testing.assert_allclose(scores[0], expected, rtol=1e-4)
+    found = lm.get_model_info()["outcomes"]["no task"]
+    assert found["requests"] == 5
+    assert (found["joined"], found["empty"], found["shifted"]) == (2, 1, 1)
+
+
+def test_pairs_are_encoded_as_the_harness_does_where_that_leaves_a_token():
+    from lm_eval.api.model import TemplateLM
+
+    lm = _gpt2()
+    ends = ["Ans", "Ans ", "Question: what?", "a  ", "\n\n", "naïve", "The", " x"]
+    kept = 0
+    for context in ends:
+        for continuation in ["wer", " wer", "re", "\n", "", "1", "ïve", "  two"]:
+            theirs = TemplateLM._encode_pair(lm, context, continuation)
+            ours = lm._encode_pair(context, continuation)
+            assert ours[1] and ours[0] == theirs[0]
+            if theirs[1]:
+                kept += 1
+                assert ours == theirs
+    assert kept > 40
+
+
+def test_windows_of_a_whole_text_are_those_of_the_harness():
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+    for count in (1, LENGTH - 1, LENGTH, LENGTH + 1, 3 * LENGTH, 3 * LENGTH + 5):
+        ids = list(range(count))
+        theirs = map(make_disjoint_window, get_rolling_token_windows(ids, END, LENGTH, 1))
+        ours = windows([END], ids, LENGTH)
+        for (context, targets), window in zip(theirs, ours, strict=True):
+            assert [*context, *targets] == list(window.tokens)
+            assert len(targets) == window.scored
+
+
+def test_tokens_are_drawn_where_the_harness_would():
+    from lm_eval.models.utils import normalize_gen_kwargs
+
+    for said in (None, True, False):
+        for temperature in (None, 0.0, 0.7):
+            options: dict[str, Any] = {"until": ["a"], "max_new_tokens": 5}
+            options |= {} if said is None else {"do_sample": said}
+            options |= {} if temperature is None else {"temperature": temperature}
+            theirs, ours = normalize_gen_kwargs(options), Wish.read(options, LENGTH)
+            draws = theirs["do_sample"] and theirs.get("temperature", 1.0) > 0
+            assert draws == (ours.sampling.temperature > 0)
+            assert theirs["max_gen_toks"] == ours.max_tokens == 5
+
+
+def test_contexts_that_the_window_does_not_hold_are_counted_and_told(capsys):
+    lm = adapter(4)
+    before = lm.outcomes.record().get("no task", {"context_cut": 0})["context_cut"]
+    fits = "x" * (LENGTH - 3)  # with the end-of-text token before it and four bytes behind
+    lm.loglikelihood([Request((fits, "four")), Request((fits + "y", "four"))])
+    assert lm.outcomes.record()["no task"]["context_cut"] == before + 1
+    options = {"until": [], "max_gen_toks": 4}
+    lm.generate_until([Request(("x" * n, options)) for n in (LENGTH - 4, LENGTH - 3)])
+    assert lm.outcomes.record()["no task"]["context_cut"] == before + 2
+    assert "window of 24 tokens does not hold the context" in capsys.readouterr().err
 
 
 TASKS = {
+    "long": """
+task: long
+dataset_path: json
+dataset_kwargs: {data_files: {test: FOLDER/choice.json}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{question}} {{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{answer}}"
+metric_list: [{metric: acc}]
+""",
+    "greedy": """
+task: greedy
+dataset_path: json
+dataset_kwargs: {data_files: {test: FOLDER/choice.json}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "{{choices[answer]}}"
+generation_kwargs: {until: "e", max_gen_toks: 99}
+metric_list: [{metric: exact_match}]
+""",
     "choice": """
 task: choice
 dataset_path: json
@@ -236,14 +331,18 @@ def test_tasks_of_all_three_kinds_run_offline(folder, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(folder / "cache"))
     common = (f"--checkpoint={folder / 'run'}", f"--include_path={folder / 'tasks'}")
     done = _run(
-        *common, "--tasks=choice,rolling,text", f"--output={folder / 'out'}", "--log_samples"
+        *common, "--tasks=choice,rolling,text,long", f"--output={folder / 'out'}", "--log_samples"
     )
     assert done.returncode == 0, done.stderr
+    assert "long: 15 of 15 requests: the window of 16 tokens does not hold" in done.stderr
+    assert "30/30 windows, 00:00 left" in done.stderr
     for name in ("choice", "rolling", "text"):
         assert name in done.stdout
     (path,) = (folder / "out").glob("*/results_*.json")
     found = json.loads(path.read_text())
     assert found["config"]["model"] == "xmod" and found["n-samples"]["choice"]["effective"] == 5
+    cut = {task: counts["context_cut"] for task, counts in found["config"]["outcomes"].items()}
+    assert cut == {"choice": 0, "rolling": 0, "text": 0, "long": 15}
     from experiments.harness import XmodLM
 
     lm = XmodLM(str(folder / "run"), batch_size=2)
@@ -300,3 +399,37 @@ def test_a_task_that_cannot_be_had_is_one_line(folder, tmp_path, monkeypatch, ta
     assert refused.returncode == 2, refused.stderr
     assert "Traceback" not in refused.stderr
     assert message in refused.stderr.strip().splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_a_request_that_cannot_be_answered_ends_the_evaluation_before_the_first_runs(
+    folder, monkeypatch
+):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(folder / "cache"))
+    refused = _run(
+        f"--checkpoint={folder / 'run'}",
+        f"--include_path={folder / 'tasks'}",
+        "--tasks=choice,greedy",
+    )
+    assert refused.returncode == 2, refused.stderr
+    assert "task greedy, question 0: it asks for 99 tokens" in refused.stderr.splitlines()[-1]
+    assert "scoring" not in refused.stderr
+
+
+@pytest.mark.slow
+def test_results_that_cannot_be_written_are_said_so_and_shown(folder, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(folder / "cache"))
+    place = str(folder / "run").replace("/", "__")
+    (folder / "taken").mkdir()
+    (folder / "taken" / place).write_text("a file where the harness wants its folder")
+    refused = _run(
+        f"--checkpoint={folder / 'run'}",
+        f"--include_path={folder / 'tasks'}",
+        "--tasks=choice",
+        f"--output={folder / 'taken'}",
+    )
+    assert refused.returncode == 2, refused.stderr
+    assert "could not be written whole" in refused.stderr.splitlines()[-1]
+    assert "choice" in refused.stdout

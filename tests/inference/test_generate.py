@@ -16,7 +16,8 @@ from xmod_jax.data.tokenizer import ByteTokenizer
 from xmod_jax.errors import UserError
 from xmod_jax.hierarchy import Hierarchy, StageGroup
 from xmod_jax.inference.generate import Generator, Prompts
-from xmod_jax.inference.text import Stop, Text, generate
+from xmod_jax.inference.sampling import Sampling, names
+from xmod_jax.inference.text import Stop, Text, generate, generate_padded
 from xmod_jax.model import Decoder, Threshold
 
 CONFIG = ModelConfig(
@@ -87,3 +88,53 @@ def test_a_text_that_ended_changes_no_other():
     assert texts[0].text == whole[0].text[: whole[0].text.find(stop)]
     assert texts[1].text == whole[1].text
     assert texts[2].text == "" and texts[2].finished == "stop"
+
+
+def drawn(ids: list[list[int]], rows: int, name_B: np.ndarray) -> list[list[int]]:
+    """Tokens drawn for prompts, so many of them at a time."""
+    generator, made = Generator(model(), chunk=8), []
+    for first in range(0, len(ids), rows):
+        part = slice(first, first + rows)
+        texts = [Text(ByteTokenizer()) for _ in ids[part]]
+        sampling = Sampling(temperature=1.0)
+        for _ in generate_padded(
+            generator, ids[part], texts, rows, COUNT, sampling, 5, name_B[part]
+        ):
+            pass
+        made += [text.ids for text in texts]
+    return made
+
+
+def test_draws_depend_on_the_prompt_and_its_repetition_not_on_its_place_or_batch():
+    texts = ["a prompt", "b", "a prompt", "a longer prompt than those"]
+    ids = [[token % TINY.vocab_size for token in text.encode()] for text in texts]
+    together = drawn(ids, 8, names(texts))
+    assert together[0] != together[2]  # a second sample of the same prompt
+    order = [3, 0, 1, 2]
+    moved = drawn([ids[i] for i in order], 3, names([texts[i] for i in order]))
+    assert moved == [together[i] for i in order]
+
+
+def test_logits_that_are_not_finite_end_with_one_line_and_no_token():
+    broken = confident.decoder(CONFIG, head=50)
+    broken.head[...] = broken.head[...].at[0, 3].set(jnp.nan)
+    for sampling in (Sampling(), Sampling(temperature=0.7, top_k=3)):
+        with pytest.raises(UserError, match="logits are not finite") as refused:
+            next(Generator(broken, chunk=8).stream(prompts(), 1, sampling))
+        assert "\n" not in str(refused.value)
+
+
+def test_a_sequence_that_needs_no_more_tokens_may_have_any_logits():
+    """Its state means nothing from then on."""
+    steady = Generator(model(), chunk=8)
+    stream = steady.stream(prompts(), COUNT)
+    first_B = next(stream)
+    steady._step = lambda m, r, cache, token_B, *rest: (cache, np.array([-1, 1, 2], np.int32))
+    assert (first_B >= 0).all()
+    # The second tokens were made before it stopped, the third ones are from the step above.
+    stream.send(np.array([True, False, False]))
+    assert stream.send(np.array([True, False, False])).tolist() == [-1, 1, 2]
+    with pytest.raises(UserError, match="not finite"):
+        steady._step = lambda m, r, cache, token_B, *rest: (cache, np.array([0, -1, 2], np.int32))
+        for _ in range(3):
+            stream.send(np.array([True, False, False]))

@@ -11,8 +11,10 @@ import pytest
 from tests.inference import confident
 from tests.test_model import TINY, run
 from xmod_jax.config import ModelConfig, Routing
+from xmod_jax.errors import UserError
 from xmod_jax.hierarchy import Hierarchy, StageGroup
-from xmod_jax.inference.scoring import Scorer, padded_length, windows
+from xmod_jax.inference.batches import padded_length
+from xmod_jax.inference.scoring import Scorer, windows
 from xmod_jax.model import Decoder, Threshold
 
 CONFIG = ModelConfig(
@@ -119,3 +121,19 @@ def test_few_programs_are_compiled():
         [(context[-1:], continuation[:n]) for context, continuation in PAIRS for n in (1, 2)]
     )
     assert scorer._run._cache_size() - before <= 2 * 3  # lengths 16 and 20; 1, 2 and 4 rows
+
+
+def test_progress_is_told_after_every_batch_to_the_end():
+    told: list[tuple[int, int]] = []
+    Scorer(model(), _route(), LENGTH, 8).score(PAIRS, lambda *now: told.append(now))
+    whole = sum(len(windows(*pair, LENGTH)) for pair in PAIRS)
+    done = [now for now, _ in told]
+    assert {total for _, total in told} == {whole} and done[-1] == whole
+    assert done == sorted(set(done)) and len(done) > 1
+
+
+def test_scores_that_are_not_finite_are_refused_in_one_line():
+    broken = confident.decoder(CONFIG, head=20)
+    broken.head[...] = broken.head[...].at[0, 0].set(np.inf)
+    with pytest.raises(UserError, match="logits are not finite"):
+        Scorer(broken, _route(), LENGTH, 8).score(PAIRS)

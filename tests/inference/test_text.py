@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from xmod_jax.data.tokenizer import ByteTokenizer
 from xmod_jax.errors import UserError
-from xmod_jax.inference.sampling import Sampling, filtered, keys, sample
+from xmod_jax.inference.sampling import Sampling, filtered, keys, names, sample
 from xmod_jax.inference.text import Stop, Text
 
 BYTES = ByteTokenizer()
@@ -81,6 +81,9 @@ def test_repetition_ends_a_text():
         lambda: Sampling(top_p=0),
         lambda: Sampling(top_k=-1),
         lambda: Sampling(temperature=float("nan")),
+        lambda: Sampling(temperature=float("inf")),
+        lambda: Sampling(temperature=1e-40),
+        lambda: Sampling(top_p=float("nan")),
     ],
 )
 def test_settings_without_meaning_are_refused(wrong):
@@ -96,6 +99,8 @@ def test_top_k_and_top_p_keep_the_likeliest_tokens():
     assert kept(top_k=2) == [[False, True, False, True], [True, True, False, False]]
     assert kept(top_p=0.45) == [[False, True, False, True], [True, True, False, False]]
     assert kept(top_p=1e-6) == [[False, True, False, False], [True, False, False, False]]
+    # 0 in float32.
+    assert kept(top_p=1e-300) == [[False, True, False, False], [True, False, False, False]]
     # Of the three likeliest, scaled to a sum of 1, two hold 0.7 / 0.9.
     assert kept(top_k=3, top_p=0.75)[0] == [False, True, False, True]
 
@@ -118,3 +123,17 @@ def test_draws_follow_the_probabilities_and_their_seed_and_not_the_neighbours():
         drawn, draw(logits_BV, sampling, keys(7, np.arange(count)), position_B + 1)
     )
     assert sample(logits_BV[:1], Sampling(), keys(0, np.arange(1)), position_B[:1]).tolist() == [1]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.7), Sampling(1.0, 2, 0.5)])
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+def test_no_token_comes_of_logits_that_are_not_finite(sampling, wrong):
+    logits_BV = jnp.array([[0.0, 1.0, 2.0], [0.0, wrong, 2.0], [2.0, 1.0, wrong]])
+    drawn_B = sample(logits_BV, sampling, keys(0, np.arange(3)), jnp.zeros(3, jnp.int32))
+    assert drawn_B[0] >= 0 and drawn_B[1:].tolist() == [-1, -1]
+
+
+def test_equal_prompts_have_names_of_their_own_wherever_they_stand():
+    name_B = names(["a", "b", "a", "a"])
+    assert len(set(name_B.tolist())) == 4
+    assert names(["b", "c", "a", "a"]).tolist()[2:] == [name_B[0], name_B[2]]

@@ -20,6 +20,7 @@ from flax import nnx
 from xmod_jax.errors import UserError
 from xmod_jax.inference import cache as caches
 from xmod_jax.inference import sampling as sampler
+from xmod_jax.inference.batches import NOT_FINITE
 from xmod_jax.inference.cache import Cache
 from xmod_jax.inference.decode import cast_once, decode_step, extend
 from xmod_jax.inference.sampling import Sampling
@@ -51,6 +52,11 @@ class Prompts(NamedTuple):
         for row, prompt in zip(tokens_BL, prompts, strict=True):
             row[: len(prompt)] = prompt
         return cls(tokens_BL, np.array([len(prompt) for prompt in prompts], np.int32))
+
+    def padded(self, tokens: int) -> Prompts:
+        """The same prompts in rows of so many tokens, at least as many as the longest has."""
+        more = tokens - self.tokens_BL.shape[1]
+        return self._replace(tokens_BL=np.pad(self.tokens_BL, ((0, 0), (0, more))))
 
     @classmethod
     def masked(cls, tokens_BL: np.ndarray, valid_BL: np.ndarray) -> Prompts:
@@ -151,7 +157,8 @@ class Generator:
         Draws depend on `seed` and on a sequence's `name_B` (uint32; None: its place in the batch).
 
         Raises:
-          UserError: a sparse layer gets more than `max_routed` tokens.
+          UserError: a sparse layer gets more than `max_routed` tokens, or the logits of a sequence
+            that needs more tokens are not finite.
         """
         sampling = sampling or Sampling()
         cache, logits_BV = self.prefill(prompts, max_tokens)
@@ -168,7 +175,10 @@ class Generator:
                     self.model, self.route, cache, now_B, sampling, keys_B, running_B
                 )
                 bound += 1
-            stopped_B = yield np.asarray(now_B)
+            told_B = np.asarray(now_B)
+            if (told_B[running_B] < 0).any():
+                raise UserError(NOT_FINITE)
+            stopped_B = yield told_B
             if stopped_B is not None:
                 running_B = ~np.asarray(stopped_B)
 

@@ -10,7 +10,8 @@ Shapes: B windows, L inputs of a window.
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -18,11 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from xmod_jax.errors import UserError
+from xmod_jax.inference.batches import NOT_FINITE, padded_length, padded_rows
 from xmod_jax.model import Decoder, Threshold
 from xmod_jax.training.compilation import jit
 from xmod_jax.training.loss import token_losses
-
-_SHORTEST = 16  # length that shorter windows are padded to
 
 
 class Score(NamedTuple):
@@ -70,20 +70,6 @@ def windows(context: Sequence[int], continuation: Sequence[int], length: int) ->
     return parts
 
 
-def padded_length(inputs: int, longest: int) -> int:
-    """The length that so many inputs are padded to: 16, 24, 32, 48, 64, ... up to the longest."""
-    size = _SHORTEST
-    while size < inputs:
-        # From a power of two to three halves of it, from there to the next one.
-        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
-    return min(size, max(longest, inputs))
-
-
-def power_of_two(rows: int) -> int:
-    """The next power of two."""
-    return 1 << (rows - 1).bit_length()
-
-
 class Scorer:
     """A model ready to score; compiles once for each length and number of rows."""
 
@@ -102,10 +88,18 @@ class Scorer:
         self._model, self._route, self._rows = model, route, batch_size
         self._run = jit(_token_losses)
 
-    def score(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
+    def score(
+        self,
+        pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> list[Score]:
         """Scores of (context, continuation) pairs of token ids, in their order.
 
-        A context has at least one token; an empty continuation is certain.
+        A context has at least one token; an empty continuation is certain. `progress` is told
+        after every batch how many windows are done, and of how many.
+
+        Raises:
+          UserError: the model's logits are not finite.
         """
         totals = [Score(0.0, True) for _ in pairs]
         alike: dict[int, list[tuple[int, Window]]] = collections.defaultdict(list)
@@ -113,6 +107,7 @@ class Scorer:
             for window in windows(context, continuation, self.length):
                 size = padded_length(len(window.tokens) - 1, self.length)
                 alike[size].append((index, window))
+        done, total = 0, sum(map(len, alike.values()))
         for size, entries in sorted(alike.items(), reverse=True):
             for first in range(0, len(entries), self._rows):
                 batch = entries[first : first + self._rows]
@@ -122,11 +117,13 @@ class Scorer:
                     totals[index] = Score(
                         sum_so_far + score.log_likelihood, greedy and score.greedy
                     )
+                done += len(batch)
+                progress(done, total)
         return totals
 
     def _batch(self, batch: Sequence[Window], size: int) -> list[Score]:
         """Scores of windows that are padded to `size` inputs."""
-        tokens_BL1 = np.zeros((power_of_two(len(batch)), size + 1), np.int32)
+        tokens_BL1 = np.zeros((padded_rows(len(batch), self._rows), size + 1), np.int32)
         length_B = np.zeros(len(tokens_BL1), np.int32)
         for row, window in enumerate(batch):
             tokens_BL1[row, : len(window.tokens)] = window.tokens
@@ -136,6 +133,8 @@ class Scorer:
         for row, window in enumerate(batch):
             part = slice(length_B[row] - window.scored, length_B[row])
             total = -float(np.sum(loss_BL[row, part], dtype=np.float64))
+            if not math.isfinite(total):
+                raise UserError(NOT_FINITE)
             scores.append(Score(total, bool(hit_BL[row, part].all())))
         return scores
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from xmod_jax.data.tokenizer import Tokenizer
 from xmod_jax.errors import UserError
+from xmod_jax.inference.batches import padded_length, padded_rows
 from xmod_jax.inference.generate import Generator, Prompts
 from xmod_jax.inference.sampling import Sampling
 
@@ -42,13 +43,14 @@ class Text:
     """One generated text, token by token.
 
     Attributes:
+      tokenizer: makes text of its tokens.
       ids: its tokens so far, without the end-of-text token.
       text: its text so far; what may still become a stop string or another character is held back.
       finished: why it ended: ``"end"``, ``"stop"``, ``"repetition"``, ``"length"``; None before.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Stop | None = None) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._stop = stop or Stop()
         self._waiting: list[int] = []  # ids whose text is not whole yet
         self._taken = 0  # characters of their text that were taken already
@@ -61,7 +63,7 @@ class Text:
         """Takes the next token; returns the text that is sure now."""
         if self.finished:
             return ""
-        if token == self._tokenizer.end_of_text:
+        if token == self.tokenizer.end_of_text:
             return self.finish("end")
         self.ids.append(token)
         self._waiting.append(token)
@@ -74,7 +76,7 @@ class Text:
         """Ends the text unless it has ended; returns what was held back."""
         if self.finished:
             return ""
-        rest = self._tokenizer.decode(self._waiting)[self._taken :]
+        rest = self.tokenizer.decode(self._waiting)[self._taken :]
         piece = self._release(rest)
         if not self.finished:
             self.finished = reason
@@ -84,7 +86,7 @@ class Text:
 
     def _whole_text(self) -> str:
         """New text that no later token can change."""
-        text = self._tokenizer.decode(self._waiting)
+        text = self.tokenizer.decode(self._waiting)
         whole = text.rstrip(_REPLACEMENT)
         piece = whole[self._taken :]
         if len(whole) == len(text):
@@ -143,3 +145,33 @@ def generate(
         yield [text.add(int(token)) for text, token in zip(texts, token_B, strict=True)]
         stopped_B = np.array([text.finished is not None for text in texts])
     yield [text.finish("length") for text in texts]
+
+
+def generate_padded(
+    generator: Generator,
+    ids: Sequence[Sequence[int]],
+    texts: Sequence[Text],
+    most_rows: int,
+    max_tokens: int,
+    sampling: Sampling | None = None,
+    seed: int = 0,
+    name_B: np.ndarray | None = None,
+) -> Iterator[list[str]]:
+    """`generate` in one of a few shapes, so that batches of many prompts share their programs.
+
+    Args:
+      generator: as there, and so are the arguments that are not named here.
+      ids: tokens of every prompt; they are padded to `padded_length` of the longest.
+      most_rows: rows of a full batch; fewer prompts run in a power of two of them.
+    """
+    more = padded_rows(len(ids), most_rows) - len(ids)
+    fillers = [Text(texts[0].tokenizer) for _ in range(more)]
+    for filler in fillers:
+        filler.finish("length")
+    batch = Prompts.ragged([*ids, *[ids[0][:1]] * more])
+    batch = batch.padded(padded_length(batch.tokens_BL.shape[1]))
+    if name_B is not None:
+        name_B = np.pad(name_B, (0, more))
+    everything = [*texts, *fillers]
+    for new in generate(generator, batch, everything, max_tokens, sampling, seed, name_B):
+        yield new[: len(ids)]
