@@ -26,6 +26,8 @@ HEADER = (
     "train_flops",
     "tokens",
     "steps",
+    # Other programs read the columns by place: a new one stands last.
+    "exposure",
 )
 TABLE_HEADER = (
     "run",
@@ -62,6 +64,7 @@ def row(run: RunConfig) -> dict[str, str | int | float]:
         "train_flops": accounting.training_flops(model, length, train.tokens),
         "tokens": train.tokens,
         "steps": train.steps,
+        "exposure": accounting.token_exposure(model, length),
     }
 
 

@@ -15,7 +15,7 @@ def test_csv_has_the_documented_header_and_plain_numbers():
     text = description.to_csv(registry.get("main_556m", "paper"))
     assert text.splitlines()[0] == (
         "experiment,run,architecture,n_act,K,A,L,layers,total_params,active_params,"
-        "flops_per_token,phi_ratio,train_flops,tokens,steps"
+        "flops_per_token,phi_ratio,train_flops,tokens,steps,exposure"
     )
     rows = list(csv.DictReader(io.StringIO(text)))
     names = ["dense", "mod", "moe_8_64", "xmod_a4k8", "moe_8_128", "xmod_a3k16"]
@@ -25,6 +25,7 @@ def test_csv_has_the_documented_header_and_plain_numbers():
         assert numbers["train_flops"] == pytest.approx(
             numbers["flops_per_token"] * numbers["tokens"]
         )
+        assert numbers["exposure"] == pytest.approx(1 / numbers["phi_ratio"])
         assert numbers["n_act"] == numbers["active_params"] == float(rows[0]["total_params"])
 
 
