@@ -89,7 +89,7 @@ def table_row(run: RunConfig) -> tuple[str, ...]:
         tables.short(total),
         tables.short(active),
         f"{total / active:.2f}",
-        f"{accounting.flops_per_token(model, length):.2e}",
+        tables.flops(accounting.flops_per_token(model, length)),
         f"{accounting.phi_ratio(model, length):.2f}",
         f"{accounting.token_exposure(model, length):.2f}",
         tables.short(train.tokens),
