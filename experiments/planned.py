@@ -111,6 +111,7 @@ def text(run: RunConfig, plan: Plan, memory: float, peak: float, bandwidth: floa
     train = run.train
     per_token = accounting.run_hardware_flops_per_token(run)
     compute = per_token * train.tokens_per_step / plan.shape.size / peak
+    sending = plan.sent / bandwidth
     verdict = "fits" if plan.total <= memory else "does NOT fit"
     return "\n".join(
         (
@@ -122,7 +123,7 @@ def text(run: RunConfig, plan: Plan, memory: float, peak: float, bandwidth: floa
             "tensor, stages keep routed rows only, logits are formed by chunks",
             tables.text_table(("collective", "runs a step", "GB a step"), _collective_rows(plan)),
             f"a step takes at least {tables.number(compute, 3)} s of products at the stated peak and "
-            f"{tables.number(plan.sent / bandwidth, 3)} s of sending at the stated bandwidth",
+            f"{tables.number(sending, 3)} s of sending at the stated bandwidth",
         )
     )
 

@@ -10,11 +10,11 @@ import collections
 import dataclasses
 import functools
 import pathlib
-import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from experiments import registry, report_diagnostics, summary
+from experiments.spread import Spread
 from experiments.summary import Result
 from xmod_jax import records
 from xmod_jax.config import RunConfig, config_hash, seedless_hash
@@ -22,28 +22,6 @@ from xmod_jax.diagnostics import Diagnostics
 from xmod_jax.records import RunRecord, Status
 
 T = TypeVar("T")
-
-
-@dataclasses.dataclass(frozen=True)
-class Spread:
-    """A mean over seeds.
-
-    Attributes:
-      mean: the mean.
-      deviation: sample standard deviation; None for a single seed.
-    """
-
-    mean: float
-    deviation: float | None = None
-
-    @classmethod
-    def of(cls, values: Iterable[float | None]) -> Spread | None:
-        """Mean and deviation of the values that are known; None where none is."""
-        known = [value for value in values if value is not None]
-        if not known:
-            return None
-        deviation = statistics.stdev(known) if len(known) > 1 else None
-        return cls(statistics.fmean(known), deviation)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +155,8 @@ def _sweep(
     order += [name for name in _definition(experiment, scale) if name not in order]
     runs = sorted(runs, key=lambda run: _place(order, run.config.name))
     distinct = _distinct(runs)
-    results = {result.run: result for result in _results(distinct)}
+    ended = [(run.config, run.final) for run in distinct if run.final is not None]
+    results = {result.run: result for result in summary.compare(ended)}
     return Sweep(
         experiment,
         scale,
@@ -196,13 +175,6 @@ def _distinct(runs: list[RunRecord]) -> list[RunRecord]:
     rank = {Status.DONE: 0, Status.UNFINISHED: 1, Status.FAILED: 2}
     groups = _by(lambda run: f"{run.config.name} {run.hash}", runs)
     return [min(group, key=lambda run: rank[run.status]) for group in groups]
-
-
-def _results(runs: list[RunRecord]) -> list[Result]:
-    """Results of the finished runs, each beside the dense run of its own seed."""
-    finished = [(run.config, run.final) for run in runs if run.final is not None]
-    groups = _by(lambda pair: str(pair[0].train.seed), finished)
-    return [result for group in groups for result in summary.compare(group)]
 
 
 def _configuration(runs: list[RunRecord], results: dict[RunConfig, Result]) -> Configuration:

@@ -6,22 +6,23 @@ loss stands beside them, labelled, because its routing sees the future.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import math
 import pathlib
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
-from experiments import figure_files, planning, tables
+from experiments import figure_files, planning, series, tables
 from experiments.registry import Experiment
 from experiments.runner import Outcome
-from xmod_jax.config import RunConfig
+from experiments.series import Style
+from experiments.spread import Spread
+from xmod_jax.config import RunConfig, seedless_hash
 from xmod_jax.law.observations import FLOPS_TOLERANCE
 from xmod_jax.records import Record
 
@@ -43,12 +44,6 @@ NOTE = (
     "loss: calibrated threshold, nats per token; - dense: minus the dense loss at equal FLOPs; "
     "overlap: Jaccard of adjacent sparse layers; * not causal, for reference only"
 )
-# Record key: legend, line style. The first is the main line.
-LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
-    "loss_calibrated": ("calibrated threshold", {"linewidth": 2.0, "marker": "o"}),
-    "loss_threshold": ("threshold 0.5", {"linewidth": 0.9, "linestyle": "--", "marker": "."}),
-    "loss_topk": ("top-k (not causal)", {"linewidth": 0.9, "linestyle": ":", "marker": "."}),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,8 +87,8 @@ def compare(finished: Sequence[tuple[RunConfig, Record]]) -> list[Result]:
 def _dense_loss(
     run: RunConfig, final: Record, dense: Sequence[tuple[RunConfig, Record]]
 ) -> float | None:
-    """Loss of the dense run of equal family, context and data that is closest in FLOPs."""
-    key = lambda run: (run.family, run.train.context_length, run.data)
+    """Loss of the dense run of equal family, context, data and seed that is closest in FLOPs."""
+    key = lambda run: (run.family, run.train.context_length, run.data, run.train.seed)
     distance = lambda other: abs(math.log(other["flops"] / final["flops"]))
     peers = [other for peer, other in dense if key(peer) == key(run)]
     nearest = min(peers, key=distance, default=None)
@@ -124,78 +119,110 @@ def table(rows: list[Result]) -> str:
                 _cell(final.get("coverage"), ".3f"),
                 _cell(final.get("jaccard"), ".3f"),
                 tables.short(final["tokens"]),
-                f"{final['flops']:.3g}",
+                tables.flops(final["flops"]),
             )
         )
     return f"{tables.text_table(HEADER, cells)}\n{NOTE}"
 
 
-def _group(result: Result) -> tuple[str, str, float]:
-    run = result.run
-    return run.family, run.architecture, float(run.model.hierarchy.anchor_stride)
+@dataclasses.dataclass(frozen=True)
+class _Point:
+    """One configuration: its first run and the calibrated losses of its seeds."""
+
+    run: RunConfig
+    loss: Spread
+
+    @property
+    def sparsity(self) -> int:
+        return self.run.model.hierarchy.sparsity
+
+    @property
+    def curve(self) -> tuple[str, str, float]:
+        """What the points of a curve have in common: family, architecture and A of an X-MoD."""
+        run = self.run
+        stride = run.model.hierarchy.anchor_stride if run.architecture == "xmod" else 0
+        return run.family, run.architecture, float(stride)
 
 
-def _label(group: tuple[str, str, float], families: int) -> str:
-    family, architecture, stride = group
-    name = {"xmod": "X-MoD", "mod": "MoD"}.get(architecture, architecture)
+def _points(rows: Sequence[Result]) -> list[_Point]:
+    """Results that differ in their seed alone as one point each, in order of appearance."""
+    seeds: dict[str, list[Result]] = collections.defaultdict(list)
+    for result in rows:
+        seeds[seedless_hash(result.run)].append(result)
+    return [
+        _Point(members[0].run, spread)
+        for members in seeds.values()
+        if (spread := Spread.of(result.final["loss_calibrated"] for result in members))
+    ]
+
+
+def _curves(points: Sequence[_Point]) -> dict[str, list[_Point]]:
+    """The sparse points by the legend of their curve, each in order of K.
+
+    Points that share a K differ in something else, and stand by themselves under their names.
+    """
+    families = len({point.run.family for point in points})
+    sparse = [point for point in points if point.run.model.hierarchy.sparse_layers]
+    sparse.sort(key=lambda point: (point.curve, point.sparsity))
+    curves: dict[str, list[_Point]] = {}
+    for curve, group in itertools.groupby(sparse, lambda point: point.curve):
+        members = list(group)
+        if len({point.sparsity for point in members}) == len(members):
+            curves[_label(curve, families)] = members
+        else:
+            curves |= {point.run.name: [point] for point in members}
+    return curves
+
+
+def _label(curve: tuple[str, str, float], families: int) -> str:
+    family, architecture, stride = curve
+    name = series.ARCHITECTURES.get(architecture, architecture)
     label = f"{name}, A = {stride:g}" if architecture == "xmod" else name
     return f"{family}: {label}" if families > 1 else label
 
 
-def _draw_group(axes: Axes, rows: list[Result], label: str, color: str) -> None:
-    sparsities = [result.run.model.hierarchy.sparsity for result in rows]
-    for key, (_, style) in LOSSES.items():
-        losses = [result.final[key] for result in rows]
-        main = key == "loss_calibrated"
-        axes.plot(sparsities, losses, color=color, label=label if main else None, **style)
+def _draw_dense(axes: Axes, dense: Sequence[_Point], styles: Mapping[str, Style]) -> None:
+    """Level lines; where there are several families each has the looks of its first curve."""
+    families = len({point.run.family for point in dense})
+    for index, point in enumerate(dense):
+        family = point.run.family
+        look = series.DENSE
+        if families > 1:
+            look = styles.get(family, series.style(index))
+        elif len(dense) > 1:
+            look = series.style(index)
+        label = point.run.name if len(dense) > families else f"{family}: dense"
+        series.level(axes, point.loss, look, label if len(dense) > 1 else "dense")
 
 
-def _draw_dense(axes: Axes, rows: list[Result], colors: dict[str, str]) -> None:
-    """Level lines; where there are several families each has the colour of its first curve."""
-    families = {result.run.family for result in rows}
-    for result in rows:
-        family = result.run.family
-        several = len(families) > 1
-        axes.axhline(
-            result.final["loss_calibrated"],
-            color=colors.get(family, "black") if several else "black",
-            linewidth=1.2,
-            linestyle="-.",
-            label=f"{family}: dense" if several else "dense",
-        )
+def figure(experiment: Experiment, rows: Sequence[Result]) -> Figure:
+    """Loss (calibrated) against K, one or several results for each K; dense as level lines.
 
-
-def _legend(axes: Axes, losses: bool) -> None:
-    handles, _ = axes.get_legend_handles_labels()
-    if losses:
-        for legend, style in LOSSES.values():
-            handles.append(Line2D([], [], color="grey", label=legend, **style))
-    axes.legend(handles=handles, fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5))
-
-
-def figure(experiment: Experiment, rows: list[Result]) -> Figure:
-    """Loss against K: a colour for each family, architecture and A; dense runs as level lines."""
+    A series for each family, architecture and A: means over seeds with their standard error, and
+    the single seeds as small marks.
+    """
     drawn = Figure(figsize=(8, 5), layout="constrained")
     axes = drawn.subplots()
-    dense = [result for result in rows if result.run.architecture == "dense"]
-    sparse = [result for result in rows if result.run.model.hierarchy.sparse_layers]
-    sparse.sort(key=lambda result: (_group(result), result.run.model.hierarchy.sparsity))
-    families = len({result.run.family for result in rows})
-    colors: dict[str, str] = {}
-    for index, (group, members) in enumerate(itertools.groupby(sparse, _group)):
-        color = f"C{index % 10}"
-        colors.setdefault(group[0], color)
-        _draw_group(axes, list(members), _label(group, families), color)
-    _draw_dense(axes, dense, colors)
-    ticks = sorted({result.run.model.hierarchy.sparsity for result in sparse})
-    if ticks:
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    points = _points(rows)
+    styles: dict[str, Style] = {}
+    shown: list[_Point] = []
+    for index, (label, members) in enumerate(_curves(points).items()):
+        look = series.style(index)
+        styles.setdefault(members[0].run.family, look)
+        at = [point.sparsity for point in members]
+        shown += members
+        series.means(axes, at, [point.loss for point in members], look, label)
+    dense = [point for point in points if point.run.architecture == "dense"]
+    _draw_dense(axes, dense, styles)
+    series.sparsities(axes, (point.sparsity for point in shown))
+    series.frame(axes, [point.loss for point in (*dense, *shown)])
     axes.set_xlabel("token sparsity K")
-    axes.set_ylabel("held-out loss, nats per token")
-    axes.set_title(f"{experiment.name}, {experiment.scale} scale, matched FLOPs")
+    axes.set_ylabel(series.LOSS)
+    axes.set_title(series.plain(experiment.name) + f", {experiment.scale} scale, matched FLOPs")
     axes.grid(alpha=0.25)
-    _legend(axes, bool(sparse))
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    if any(len(point.loss.values) > 1 for point in points):
+        drawn.supxlabel(series.ERRORS, fontsize=8)
     return drawn
 
 
