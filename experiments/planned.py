@@ -122,8 +122,8 @@ def text(run: RunConfig, plan: Plan, memory: float, peak: float, bandwidth: floa
             f"{verdict} {memory / 1e9:.0f} GB; parameters and optimiser lie in parts over fsdp and "
             "tensor, stages keep routed rows only, logits are formed by chunks",
             tables.text_table(("collective", "runs a step", "GB a step"), _collective_rows(plan)),
-            f"a step takes at least {tables.number(compute, 3)} s of products at the stated peak and "
-            f"{tables.number(sending, 3)} s of sending at the stated bandwidth",
+            f"a step takes at least {tables.number(compute, 3)} s of products at the stated peak "
+            f"and {tables.number(sending, 3)} s of sending at the stated bandwidth",
         )
     )
 

@@ -132,10 +132,11 @@ def _held_out(validated: Mapping[str, Any]) -> list[tuple[str, ...]]:
                 rows.append((f"{label}, not predicted: {refused}", "-", "-", "-"))
                 continue
             error = group.get("mean_error")
-            signed = tables.signed(error) if isinstance(error, int | float) else "-"
+            signed = tables.fixed(error, sign="+") if isinstance(error, int | float) else "-"
             rows.append((label, _known(group.get("rows")), _known(group.get("rmse")), signed))
         name = "beyond the range" if variable == "beyond" else f"every {variable}"
-        count = found.get("rows", sum(group.get("rows") or 0 for group in groups))
+        counts = [count for group in groups if isinstance(count := group.get("rows"), int)]
+        count = found.get("rows", sum(counts))
         rows.append((name, _known(count), _known(found.get("rmse")), "-"))
     return rows
 

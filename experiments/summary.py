@@ -97,10 +97,6 @@ def _dense_loss(
     return nearest["loss_calibrated"]
 
 
-def _cell(value: float | None, digits: str) -> str:
-    return "-" if value is None else format(value, digits)
-
-
 def table(rows: list[Result]) -> str:
     """Text table of finished runs, under `HEADER`, with its note."""
     cells = []
@@ -112,12 +108,12 @@ def table(rows: list[Result]) -> str:
                 run.name,
                 str(hierarchy.sparsity),
                 f"{float(hierarchy.anchor_stride):g}",
-                f"{final['loss_calibrated']:.4f}",
-                _cell(result.delta, "+.4f"),
-                f"{final['loss_threshold']:.4f}",
-                f"{final['loss_topk']:.4f}",
-                _cell(final.get("coverage"), ".3f"),
-                _cell(final.get("jaccard"), ".3f"),
+                tables.fixed(final["loss_calibrated"]),
+                tables.fixed(result.delta, sign="+"),
+                tables.fixed(final["loss_threshold"]),
+                tables.fixed(final["loss_topk"]),
+                tables.fixed(final.get("coverage"), 3),
+                tables.fixed(final.get("jaccard"), 3),
                 tables.short(final["tokens"]),
                 tables.flops(final["flops"]),
             )

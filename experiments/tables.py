@@ -51,11 +51,19 @@ def number(value: float | None, digits: int = 4) -> str:
     return _power(f"{value:.{digits}g}")
 
 
-def signed(value: float | None, digits: int = 4) -> str:
-    """A difference with its sign and `digits` decimals: ``"+0.0123"``; else ``"-"``."""
+def fixed(value: float | None, digits: int = 4, sign: str = "") -> str:
+    """A loss or a share with `digits` decimals: ``"2.6933"``, ``"+0.0123"``; else ``"-"``.
+
+    Args:
+      value: any number; one of six digits or more is written as `number` does.
+      digits: decimals.
+      sign: ``"+"`` writes the sign of positive numbers too.
+    """
     if value is None or not math.isfinite(value):
         return UNKNOWN
-    return f"{value:+.{digits}f}"
+    if abs(value) < 1e5:
+        return f"{value:{sign}.{digits}f}"
+    return (sign if value > 0 else "") + number(value, 6)
 
 
 def _power(text: str) -> str:

@@ -68,9 +68,20 @@ def test_numbers_have_neither_padding_nor_a_signed_power(value, digits, text):
     assert tables.number(value, digits) == text
 
 
-@pytest.mark.parametrize(("value", "text"), [(0.01234, "+0.0123"), (-2.0, "-2.0000"), (None, "-")])
-def test_differences_have_their_sign(value, text):
-    assert tables.signed(value) == text
+@pytest.mark.parametrize(
+    ("value", "sign", "text"),
+    [
+        (0.01234, "+", "+0.0123"),
+        (-2.0, "+", "-2.0000"),
+        (2.69333, "", "2.6933"),
+        (1.5e30, "+", "+1.5e30"),
+        (-1.5e30, "", "-1.5e30"),
+        (None, "+", "-"),
+        (math.nan, "", "-"),
+    ],
+)
+def test_losses_have_four_decimals(value, sign, text):
+    assert tables.fixed(value, sign=sign) == text
 
 
 @pytest.mark.parametrize(
