@@ -8,34 +8,27 @@ from experiments.registry import Experiment, register
 from experiments.scales import SCALES
 from xmod_jax.config import Routing, Sparse, Update
 
-CONTROL = "A4K8"
+SIZE = "936M"  # of tables 3, 10 and 11
+CONTROLLED = ("A4K8", "A3K16")
 ABLATED = "A1K16"
 
 
 @register("mechanism_controls")
 def mechanism_controls(scale_name: str) -> Experiment:
-    """A4K8 beside Routed-FFN and Selected-Q/full-KV of the same K and A, at 556M."""
+    """A4K8 and A3K16, each beside Routed-FFN and Selected-Q/full-KV of the same K and A."""
     name, scale = "mechanism_controls", SCALES[scale_name]
-    layers = scale.hierarchy(CONTROL)
-    runs = (
-        scale.dense(name),
-        scale.xmod(name, CONTROL),
-        scale.run(
-            name,
-            f"routed_ffn_{CONTROL.lower()}",
-            "routed_ffn",
-            layers.routed_ffn(),
-            routing=Routing(sparse=Sparse.FFN),
-        ),
-        scale.run(
-            name,
-            f"selected_q_full_kv_{CONTROL.lower()}",
-            "selected_q_full_kv",
-            layers,
-            routing=Routing(sparse=Sparse.FULL_KV),
-        ),
-    )
-    return Experiment(name, scale_name, runs)
+    runs = [scale.dense(name, SIZE)]
+    for hierarchy in CONTROLLED:
+        layers = scale.hierarchy(hierarchy)
+        runs.append(scale.xmod(name, hierarchy, SIZE))
+        for kind, control, sparse in (
+            ("routed_ffn", layers.routed_ffn(), Sparse.FFN),
+            ("selected_q_full_kv", layers, Sparse.FULL_KV),
+        ):
+            run_name = f"{kind}_{hierarchy.lower()}"
+            routing = Routing(sparse=sparse)
+            runs.append(scale.run(name, run_name, kind, control, SIZE, routing=routing))
+    return Experiment(name, scale_name, tuple(runs))
 
 
 @register("ablations")
@@ -50,9 +43,9 @@ def ablations(scale_name: str) -> Experiment:
         "token_choice_bias": (layers, Routing(bias_scale=0.0)),
         "dense_prefix": (headless, Routing()),
     }
-    runs = [scale.dense(name, "936M"), scale.xmod(name, ABLATED, "936M")]
+    runs = [scale.dense(name, SIZE), scale.xmod(name, ABLATED, SIZE)]
     for part, (hierarchy, routing) in parts.items():
         runs.append(
-            scale.run(name, f"without_{part}", "xmod_ablation", hierarchy, "936M", routing=routing)
+            scale.run(name, f"without_{part}", "xmod_ablation", hierarchy, SIZE, routing=routing)
         )
     return Experiment(name, scale_name, tuple(runs))

@@ -26,6 +26,8 @@ HEADER = (
     "train_flops",
     "tokens",
     "steps",
+    # Other programs read the columns by place: a new one stands last.
+    "exposure",
 )
 TABLE_HEADER = (
     "run",
@@ -62,6 +64,7 @@ def row(run: RunConfig) -> dict[str, str | int | float]:
         "train_flops": accounting.training_flops(model, length, train.tokens),
         "tokens": train.tokens,
         "steps": train.steps,
+        "exposure": accounting.token_exposure(model, length),
     }
 
 
@@ -86,7 +89,7 @@ def table_row(run: RunConfig) -> tuple[str, ...]:
         tables.short(total),
         tables.short(active),
         f"{total / active:.2f}",
-        f"{accounting.flops_per_token(model, length):.2e}",
+        tables.flops(accounting.flops_per_token(model, length)),
         f"{accounting.phi_ratio(model, length):.2f}",
         f"{accounting.token_exposure(model, length):.2f}",
         tables.short(train.tokens),

@@ -23,10 +23,12 @@ def coefficients(fitted: Fit, count: int) -> str:
     paper = Law.paper()
     lines = ["coefficient        fitted         paper"]
     for name in COEFFICIENTS:
-        lines.append(f"{name:<11}{getattr(fitted.law, name):>14.6g}{getattr(paper, name):>14.6g}")
+        lines.append(
+            f"{name:<11}{_number(getattr(fitted.law, name))}{_number(getattr(paper, name))}"
+        )
     if fitted.exposure is not None:
         for name in ("v", "eta_D", "rho_D"):
-            lines.append(f"{name:<11}{getattr(fitted.exposure, name):>14.6g}")
+            lines.append(f"{name:<11}{_number(getattr(fitted.exposure, name))}")
     lines.append(f"{count} observations: {_quality(fitted.quality)}\n")
     return "\n".join(lines)
 
@@ -92,7 +94,7 @@ def beyond(table: Table, predicted: np.ndarray) -> str:
     lines = ["not fitted: L       N_act      K     A   observed  predicted     error"]
     for i in range(len(table)):
         lines.append(
-            f"{table.L[i]:>13.0f}{table.n_act[i]:>12.4g}{table.K[i]:>7g}{table.A[i]:>6g}"
+            f"{table.L[i]:>13.0f}{tables.short(table.n_act[i]):>12}{table.K[i]:>7g}{table.A[i]:>6g}"
             f"{table.delta[i]:>11.4f}{predicted[i]:>11.4f}{predicted[i] - table.delta[i]:>10.4f}"
         )
     lines.append(f"{len(table)} rows: {_quality(Quality.of(table.delta, predicted))}\n")
@@ -104,7 +106,7 @@ def intervals(fitted: Fit, draws: Draws) -> str:
     lines = [f"coefficient        fitted    {draws.level:.0%} interval ({len(draws.laws)} draws)"]
     for name, values in draws.coefficients().items():
         low, high = draws.interval(values)
-        lines.append(f"{name:<11}{getattr(fitted.law, name):>14.6g}{low:>14.6g}{high:>14.6g}")
+        lines.append(f"{name:<11}{_number(getattr(fitted.law, name))}{_number(low)}{_number(high)}")
     lines.append(
         f"{draws.clusters} sweeps resampled; a training lies {draws.noise:.4f} nats around the law "
         "(standard deviation)\n"
@@ -205,7 +207,11 @@ def _ends(interval: Sequence[float] | None, digits: str) -> str:
 
 
 def _bytes(size: float) -> str:
-    return f"{size / 1e9:.3g} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB"
+    return (
+        f"{tables.number(size / 1e9, 3)} GB"
+        if size >= 1e9
+        else f"{tables.number(size / 1e6, 3)} MB"
+    )
 
 
 def _span(first: str, last: str) -> str:
@@ -237,7 +243,12 @@ def _near(choices: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _group(name: str, value: float) -> str:
-    return f"{name}={value:.6g}".ljust(18)
+    written = tables.short(value) if name == "n_act" else tables.number(value)
+    return f"{name}={written}".ljust(18)
+
+
+def _number(value: float) -> str:
+    return tables.number(value, 6).rjust(14)
 
 
 def _quality(quality: Quality) -> str:

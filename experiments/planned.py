@@ -111,6 +111,7 @@ def text(run: RunConfig, plan: Plan, memory: float, peak: float, bandwidth: floa
     train = run.train
     per_token = accounting.run_hardware_flops_per_token(run)
     compute = per_token * train.tokens_per_step / plan.shape.size / peak
+    sending = plan.sent / bandwidth
     verdict = "fits" if plan.total <= memory else "does NOT fit"
     return "\n".join(
         (
@@ -121,8 +122,8 @@ def text(run: RunConfig, plan: Plan, memory: float, peak: float, bandwidth: floa
             f"{verdict} {memory / 1e9:.0f} GB; parameters and optimiser lie in parts over fsdp and "
             "tensor, stages keep routed rows only, logits are formed by chunks",
             tables.text_table(("collective", "runs a step", "GB a step"), _collective_rows(plan)),
-            f"a step takes at least {compute:.3g} s of products at the stated peak and "
-            f"{plan.sent / bandwidth:.3g} s of sending at the stated bandwidth",
+            f"a step takes at least {tables.number(compute, 3)} s of products at the stated peak "
+            f"and {tables.number(sending, 3)} s of sending at the stated bandwidth",
         )
     )
 

@@ -42,6 +42,5 @@ def plan(runs: Sequence[RunConfig], workdir: pathlib.Path) -> str:
         left += seconds if status is Status.UNFINISHED else 0
         rows.append((*description.table_row(run), tables.duration(seconds), status.value))
     text = tables.text_table((*description.TABLE_HEADER, "time", "status"), rows)
-    return (
-        f"{text}\nabout {tables.duration(left)} to go at {rate / 1e9:.3g} GFLOP/s here ({source})"
-    )
+    speed = f"{tables.number(rate / 1e9, 3)} GFLOP/s here ({source})"
+    return f"{text}\nabout {tables.duration(left)} to go at {speed}"

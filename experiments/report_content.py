@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import pathlib
 import shlex
 from collections.abc import Sequence
 
-from experiments import diagnostics_figure, report_diagnostics, report_law, report_page, tables
+from experiments import (
+    diagnostics_figure,
+    report_diagnostics,
+    report_law,
+    report_page,
+    series,
+    tables,
+)
 from experiments import report_data as data
 from experiments import report_figures as draw
-from experiments.report_data import Configuration, Spread, Sweep
+from experiments.report_data import Configuration, Sweep
 from experiments.report_page import Page
+from experiments.spread import Spread
 from xmod_jax import records
 from xmod_jax.records import RunRecord, Status
 
-HEADER = (
+RESULTS = (
     "run",
-    "architecture",
     "seeds",
     "loss",
     "- dense",
@@ -24,6 +32,10 @@ HEADER = (
     "top-k*",
     "coverage",
     "overlap",
+)
+MODELS = (
+    "run",
+    "architecture",
     "K",
     "A",
     "L",
@@ -39,13 +51,18 @@ NOTE = (
     "loss: held out, calibrated threshold, nats per token (causal); - dense: minus the dense loss "
     "of the same seed at equal FLOPs; loss at 0.5: the paper's threshold (causal); * top-k looks "
     "at the whole sequence and is not causal, for reference only; coverage and overlap (Jaccard of "
-    "adjacent sparse layers) under the calibrated threshold; ± one standard deviation over seeds; "
-    "FLOPs: the paper's count, forward."
+    "adjacent sparse layers) under the calibrated threshold; ± one standard deviation over seeds."
+)
+MODELS_NOTE = (
+    "L: context in tokens; N and N_act: parameters, all and active-equivalent; φ ratio: FLOPs of a "
+    "token relative to dense; FLOPs: of the training, the paper's count (forward)."
 )
 UPDATES = (
     "Figures: how many sparse layers between two dense ones update a token; T: how many there are; "
-    f"dashed, if each selected 1/K of the tokens independently. Table: {report_diagnostics.NOTE}."
+    "diamonds and dashed steps: if each selected 1/K of the tokens independently. Table: "
+    f"{report_diagnostics.NOTE}."
 )
+_DRAWN = 24  # most figures of update counts in a sweep
 NOTHING = "No run is finished yet."
 
 
@@ -140,48 +157,65 @@ def _state(run: RunRecord) -> str:
 def _results(sweep: Sweep) -> str:
     if not sweep.finished:
         return report_page.paragraph(NOTHING)
-    rows = [row(configuration) for configuration in sweep.finished]
+    unpaired = [
+        f"{c.name}: minus dense over {len(c.delta.values)} of {len(c.results)} seeds, those that "
+        "have a finished dense run"
+        for c in sweep.finished
+        if c.delta is not None and len(c.delta.values) < len(c.results)
+    ]
     return (
         report_page.heading("Results")
-        + report_page.table(HEADER, rows)
+        + report_page.table(RESULTS, [row(c) for c in sweep.finished], "Results")
         + report_page.paragraph(NOTE, "soft")
+        + (report_page.listing(unpaired, "soft") if unpaired else "")
+        + report_page.heading("Models")
+        + report_page.table(MODELS, [model_row(c) for c in sweep.finished], "Models")
+        + report_page.paragraph(MODELS_NOTE, "soft")
     )
 
 
 def row(configuration: Configuration) -> tuple[str, ...]:
-    """Cells of a configuration under `HEADER`."""
-    accounting, final = configuration.accounting, configuration.final
-    total, active = accounting["total_params"], accounting["n_act"]
-    tokens, flops = final("tokens"), final("flops")
+    """Cells of a configuration under `RESULTS`."""
+    final = configuration.final
     seeds = [str(result.run.train.seed) for result in configuration.results]
     return (
         configuration.name,
-        draw.architecture(configuration),
         ", ".join(seeds),
-        _cell(configuration.loss, ".4f"),
-        _cell(configuration.delta, "+.4f"),
-        _cell(final("loss_threshold"), ".4f"),
-        _cell(final("loss_topk"), ".4f"),
-        _cell(final("coverage"), ".3f"),
-        _cell(final("jaccard"), ".3f"),
+        _cell(configuration.loss),
+        _cell(configuration.delta, sign="+"),
+        _cell(final("loss_threshold")),
+        _cell(final("loss_topk")),
+        _cell(final("coverage"), 3),
+        _cell(final("jaccard"), 3),
+    )
+
+
+def model_row(configuration: Configuration) -> tuple[str, ...]:
+    """Cells of a configuration under `MODELS`."""
+    accounting, final = configuration.accounting, configuration.final
+    total, active = accounting["total_params"], accounting["n_act"]
+    tokens, flops = final("tokens"), final("flops")
+    return (
+        configuration.name,
+        draw.architecture(configuration),
         str(configuration.sparsity) if configuration.sparse else "-",
-        f"{configuration.stride:g}" if configuration.sparse else "-",
+        tables.number(configuration.stride) if configuration.sparse else "-",
         str(configuration.context),
         tables.short(total),
         tables.short(active),
         f"{total / active:.2f}",
         f"{accounting['phi_ratio']:.2f}",
-        tables.short(tokens.mean) if tokens else "-",
-        f"{flops.mean:.3g}" if flops else "-",
+        tables.short(tokens.mean if tokens else None),
+        tables.flops(flops.mean if flops else None),
         ", ".join(run.hash[:8] for run in configuration.runs),
     )
 
 
-def _cell(value: Spread | None, digits: str) -> str:
+def _cell(value: Spread | None, digits: int = 4, sign: str = "") -> str:
     if value is None:
-        return "-"
-    spread = "" if value.deviation is None else f" ± {value.deviation:{digits.lstrip('+')}}"
-    return f"{value.mean:{digits}}{spread}"
+        return tables.UNKNOWN
+    spread = "" if value.deviation is None else f" ± {tables.fixed(value.deviation, digits)}"
+    return f"{tables.fixed(value.mean, digits, sign)}{spread}"
 
 
 def _figures(
@@ -195,7 +229,9 @@ def _figures(
         (draw.against_total(finished), "Loss against total parameters, every architecture."),
         (draw.training_curves(trained), "Training loss under top-k routing, every seed."),
     )
-    return report_page.figures(*(page.figure(figure, caption) for figure, caption in drawn))
+    shown = report_page.figures(*(page.figure(figure, caption) for figure, caption in drawn))
+    several = any(len(configuration.results) > 1 for configuration in finished)
+    return shown + (report_page.paragraph(series.ERRORS, "soft") if shown and several else "")
 
 
 def _diagnostics(page: Page, sweep: Sweep) -> str:
@@ -206,12 +242,16 @@ def _diagnostics(page: Page, sweep: Sweep) -> str:
         page.figure(
             diagnostics_figure.figure({name: one}, columns=1), f"Updates of a token: {name}."
         )
-        for name, one in found.items()
+        for name, one in itertools.islice(found.items(), _DRAWN)
     ]
+    more = f"Figures of the first {_DRAWN} runs; the table has all {len(found)}."
     return (
         report_page.heading("Routing diagnostics")
         + report_page.figures(*drawn)
-        + report_page.table(report_diagnostics.HEADER, report_diagnostics.table_rows(found))
+        + (report_page.paragraph(more, "soft") if len(found) > _DRAWN else "")
+        + report_page.table(
+            report_diagnostics.HEADER, report_diagnostics.table_rows(found), "Routing diagnostics"
+        )
         + report_page.paragraph(UPDATES, "soft")
     )
 

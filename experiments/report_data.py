@@ -10,11 +10,12 @@ import collections
 import dataclasses
 import functools
 import pathlib
-import statistics
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from experiments import registry, report_diagnostics, summary
+from experiments.spread import Spread
 from experiments.summary import Result
 from xmod_jax import records
 from xmod_jax.config import RunConfig
@@ -23,28 +24,6 @@ from xmod_jax.identity import config_hash, seedless_hash
 from xmod_jax.records import RunRecord, Status
 
 T = TypeVar("T")
-
-
-@dataclasses.dataclass(frozen=True)
-class Spread:
-    """A mean over seeds.
-
-    Attributes:
-      mean: the mean.
-      deviation: sample standard deviation; None for a single seed.
-    """
-
-    mean: float
-    deviation: float | None = None
-
-    @classmethod
-    def of(cls, values: Iterable[float | None]) -> Spread | None:
-        """Mean and deviation of the values that are known; None where none is."""
-        known = [value for value in values if value is not None]
-        if not known:
-            return None
-        deviation = statistics.stdev(known) if len(known) > 1 else None
-        return cls(statistics.fmean(known), deviation)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +157,8 @@ def _sweep(
     order += [name for name in _definition(experiment, scale) if name not in order]
     runs = sorted(runs, key=lambda run: _place(order, run.config.name))
     distinct = _distinct(runs)
-    results = {result.run: result for result in _results(distinct)}
+    ended = [(run.config, run.final) for run in distinct if run.final is not None]
+    results = {result.run: result for result in summary.compare(ended)}
     return Sweep(
         experiment,
         scale,
@@ -188,8 +168,11 @@ def _sweep(
     )
 
 
-def _place(order: list[str], name: str) -> int:
-    return order.index(name) if name in order else len(order)
+def _place(order: list[str], name: str) -> tuple[int, list[tuple[bool, int, str]]]:
+    """Sorts by the experiment's order; other names behind it, their numbers as numbers."""
+    parts = re.findall(r"\d+|\D+", name)
+    natural = [(p.isdecimal(), int(p[:18]) if p.isdecimal() else 0, p) for p in parts]
+    return (order.index(name) if name in order else len(order)), natural
 
 
 def _distinct(runs: list[RunRecord]) -> list[RunRecord]:
@@ -197,13 +180,6 @@ def _distinct(runs: list[RunRecord]) -> list[RunRecord]:
     rank = {Status.DONE: 0, Status.UNFINISHED: 1, Status.FAILED: 2}
     groups = _by(lambda run: f"{run.config.name} {run.hash}", runs)
     return [min(group, key=lambda run: rank[run.status]) for group in groups]
-
-
-def _results(runs: list[RunRecord]) -> list[Result]:
-    """Results of the finished runs, each beside the dense run of its own seed."""
-    finished = [(run.config, run.final) for run in runs if run.final is not None]
-    groups = _by(lambda pair: str(pair[0].train.seed), finished)
-    return [result for group in groups for result in summary.compare(group)]
 
 
 def _configuration(runs: list[RunRecord], results: dict[RunConfig, Result]) -> Configuration:

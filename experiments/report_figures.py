@@ -1,7 +1,8 @@
 """The figures of a report. Each function returns None where the runs cannot show the figure.
 
 Losses are held-out ones under the calibrated threshold, means over seeds; bars show one standard
-deviation. The size is that of a phone's width, so that the text stays legible there.
+error, small marks the seeds. The size is that of a phone's width, so that the text stays legible
+there.
 """
 
 from __future__ import annotations
@@ -13,29 +14,19 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from experiments import tables
+from experiments import series, tables
 from experiments.report_data import Configuration
+from experiments.series import Style
 
-SIZE = (4.2, 3.6)  # inches
-LOSS = "held-out loss, nats per token"
-ARCHITECTURES = {
-    "dense": "dense",
-    "mod": "MoD",
-    "xmod": "X-MoD",
-    "moe": "MoE",
-    "routed_ffn": "Routed-FFN",
-    "selected_q_full_kv": "Selected-Q/full-KV",
-    "xmod_ablation": "X-MoD ablation",
-}
+SIZE = (4.2, 3.6)  # inches, with a legend of two rows
 # What the curves of a figure may differ in, what it is called, and its legend.
 _VARIABLES: tuple[tuple[Callable[[Configuration], Any], str, str], ...] = (
     (lambda c: c.context, "L", "L = {}"),
     (lambda c: c.stride, "A", "A = {:g}"),
     (lambda c: c.family, "backbone", "{}"),
 )
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _NAMED = 9  # most points with a legend of their own
 _LISTED = 10  # most training curves with a legend of their own
 _CURVE_POINTS = 200
@@ -48,7 +39,7 @@ Configurations = Sequence[Configuration]
 def architecture(configuration: Configuration) -> str:
     """What an architecture is called in legends and tables."""
     name = configuration.config.architecture
-    return ARCHITECTURES.get(name, name)
+    return series.ARCHITECTURES.get(name, name)
 
 
 def against_sparsity(configurations: Configurations) -> list[tuple[Figure, str]]:
@@ -68,7 +59,7 @@ def against_sparsity(configurations: Configurations) -> list[tuple[Figure, str]]
             drawn.append((figure, f"Loss against K for each {name}; dense as level lines."))
     sparse = [c for c in configurations if c.sparse]
     if not drawn and len({c.sparsity for c in sparse}) > 1:
-        curves = _groups(sparse, lambda c: (architecture(c), c.family, c.context, _stride(c)))
+        curves = _groups(sparse, lambda c: (architecture(c), c.family, c.context, _own(c)))
         figure = _over_sparsity(configurations, curves, _labels(curves))
         drawn.append((figure, "Loss against K; dense as level lines."))
     return drawn
@@ -77,10 +68,12 @@ def against_sparsity(configurations: Configurations) -> list[tuple[Figure, str]]
 def _over_sparsity(configurations: Configurations, curves: dict, labels: dict) -> Figure:
     drawn, axes = _figure("token sparsity K", "Loss against K")
     for index, (value, members) in enumerate(curves.items()):
-        _curve(axes, members, lambda c: c.sparsity, f"C{index % 10}", index, labels[value])
-    _dense_levels(axes, configurations, list(curves.values()))
-    _log2(axes, {c.sparsity for members in curves.values() for c in members})
-    return _finish(drawn, axes)
+        distinct = len({c.sparsity for c in members}) == len(members)
+        _curve(axes, members, lambda c: c.sparsity, index, labels[value], joined=distinct)
+    levels = _dense_levels(axes, configurations, list(curves.values()))
+    shown = [c for members in curves.values() for c in members]
+    series.sparsities(axes, {c.sparsity for c in shown})
+    return _finish(drawn, axes, [*shown, *levels])
 
 
 def against_routed_tokens(configurations: Configurations) -> Figure | None:
@@ -92,11 +85,10 @@ def against_routed_tokens(configurations: Configurations) -> Figure | None:
         return None
     drawn, axes = _figure("routed tokens of a sparse layer, L / K", "Loss against L/K")
     for index, (context, members) in enumerate(curves.items()):
-        ratio = lambda c: c.context / c.sparsity
-        _curve(axes, members, ratio, f"C{index % 10}", index, f"L = {context}")
+        _curve(axes, members, lambda c: c.context / c.sparsity, index, f"L = {context}")
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-    return _finish(drawn, axes)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: tables.number(x)))
+    return _finish(drawn, axes, [c for members in curves.values() for c in members])
 
 
 def against_active(configurations: Configurations) -> Figure | None:
@@ -110,12 +102,11 @@ def against_active(configurations: Configurations) -> Figure | None:
     drawn, axes = _figure("active-equivalent parameters N_act", "Loss against N_act")
     peers = {(c.family, c.context) for c in chosen}
     dense = [c for c in configurations if _is_dense(c) and (c.family, c.context) in peers]
-    _curve(axes, dense, size, "black", len(_MARKERS) - 1, "dense")
+    _curve(axes, dense, size, None, "dense")
     for index, (sparsity, members) in enumerate(curves.items()):
-        label = f"A{chosen[0].stride:g}K{sparsity}"
-        _curve(axes, members, size, f"C{index % 10}", index, label)
+        _curve(axes, members, size, index, f"A{chosen[0].stride:g}K{sparsity}")
     _log_counts(axes)
-    return _finish(drawn, axes)
+    return _finish(drawn, axes, [*dense, *(c for members in curves.values() for c in members)])
 
 
 def against_stride(configurations: Configurations) -> Figure | None:
@@ -127,9 +118,9 @@ def against_stride(configurations: Configurations) -> Figure | None:
         return None
     drawn, axes = _figure("anchor stride A", "Loss against A")
     for index, (sparsity, members) in enumerate(curves.items()):
-        _curve(axes, members, lambda c: c.stride, f"C{index % 10}", index, f"K = {sparsity}")
-    _dense_levels(axes, configurations, [chosen])
-    return _finish(drawn, axes)
+        _curve(axes, members, lambda c: c.stride, index, f"K = {sparsity}")
+    levels = _dense_levels(axes, configurations, [chosen])
+    return _finish(drawn, axes, [*levels, *(c for members in curves.values() for c in members)])
 
 
 def against_total(configurations: Configurations) -> Figure | None:
@@ -144,14 +135,14 @@ def against_total(configurations: Configurations) -> Figure | None:
     of = _name if len(configurations) <= _NAMED else architecture
     for index, name in enumerate(dict.fromkeys(map(of, configurations))):
         members = [c for c in configurations if of(c) == name]
-        color = "black" if _is_dense(members[0]) else f"C{index % 10}"
+        look = None if _is_dense(members[0]) else index
         label = name  # one entry in the legend, however many lines
         for line in _groups(members, lambda c: (c.family, c.context, _stride(c))).values():
-            joined = "-" if _stride(line[0]) and len(line) > 1 else ""
-            _curve(axes, line, total, color, index, label, linestyle=joined)
+            distinct = len({total(c) for c in line}) == len(line) > 1
+            _curve(axes, line, total, look, label, joined=bool(_stride(line[0])) and distinct)
             label = ""
     _log_counts(axes)
-    return _finish(drawn, axes)
+    return _finish(drawn, axes, configurations)
 
 
 def training_curves(configurations: Configurations) -> Figure | None:
@@ -162,44 +153,47 @@ def training_curves(configurations: Configurations) -> Figure | None:
     if not lines:
         return None
     drawn, axes = _figure("training tokens", "Training loss, smoothed")
-    several = len(configurations) > _LISTED
-    of = architecture if several else _name
-    colors = {
-        label: f"C{i % 10}" for i, label in enumerate(dict.fromkeys(of(c) for c, *_ in lines))
+    of = architecture if len(configurations) > _LISTED else _name
+    looks = {
+        label: series.style(index)
+        for index, label in enumerate(dict.fromkeys(of(c) for c, *_ in lines))
     }
     seen: set[str] = set()
     for configuration, _, (tokens, losses) in lines:
         label = of(configuration)
-        entry = None if label in seen else label
+        entry = None if label in seen else series.plain(label)
         seen.add(label)
-        axes.plot(tokens, losses, color=colors[label], linewidth=1.0, alpha=0.85, label=entry)
+        look = looks[label]
+        # Marks at different places, so that curves upon each other are told apart.
+        every = (0.02 + 0.16 * list(looks).index(label) / len(looks), 0.16)
+        style: dict[str, Any] = {"color": look.color, "linestyle": look.line, "marker": look.marker}
+        style |= {"markersize": 4, "markevery": every}
+        axes.plot(tokens, losses, linewidth=1.0, alpha=0.85, label=entry, **style)
     axes.set_ylabel("training loss (top-k), nats per token")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: tables.short(x)))
     everything = np.concatenate([losses for *_, (_, losses) in lines])
     # The first steps would press all that matters into a tenth of the figure.
-    axes.set_ylim(everything.min() - 0.05, np.quantile(everything, 0.85))
-    return _finish(drawn, axes)
+    lowest, highest = everything.min(), np.quantile(everything, 0.85)
+    room = max(0.05, 0.04 * (highest - lowest))
+    axes.set_ylim(lowest - room, highest + room)
+    series.numbers(axes.yaxis)
+    return series.legend(drawn, axes)
 
 
 def _figure(x_label: str, title: str) -> tuple[Figure, Axes]:
     drawn = Figure(figsize=SIZE, layout="constrained")
     axes = drawn.subplots()
     axes.set_xlabel(x_label)
-    axes.set_ylabel(LOSS)
+    axes.set_ylabel(series.LOSS)
     axes.set_title(title, fontsize=11)
     axes.grid(alpha=0.25)
     return drawn, axes
 
 
-def _finish(drawn: Figure, axes: Axes) -> Figure:
-    handles, labels = axes.get_legend_handles_labels()
-    if handles:
-        widest = max(map(len, labels))
-        columns = 1 if widest > 32 else 2 if widest > 16 else 3
-        drawn.legend(
-            handles, labels, loc="outside lower center", ncols=columns, fontsize=8, frameon=False
-        )
-    return drawn
+def _finish(drawn: Figure, axes: Axes, shown: Configurations) -> Figure:
+    """The loss axis of what is shown, and the legend."""
+    series.frame(axes, [c.loss for c in shown if c.loss is not None])
+    return series.legend(drawn, axes)
 
 
 def _groups(configurations: Iterable[Configuration], key) -> dict:
@@ -227,6 +221,12 @@ def _curves(configurations: Configurations, by: Callable, x: Callable) -> dict:
 def _stride(configuration: Configuration) -> float:
     """A where it means something: 0 for anything but X-MoD."""
     return configuration.stride if configuration.config.architecture == "xmod" else 0.0
+
+
+def _own(configuration: Configuration) -> float:
+    """A of every architecture that chooses it beside K; else 0."""
+    chosen = configuration.config.architecture not in ("mod", "xmod_ablation")
+    return configuration.stride if chosen else 0.0
 
 
 def _depth(configuration: Configuration) -> float:
@@ -262,54 +262,38 @@ def _curve(
     axes: Axes,
     members: Configurations,
     x: Value,
-    color: str,
-    index: int,
+    index: int | None,
     label: str,
-    linestyle: str = "-",
+    joined: bool = True,
 ) -> None:
-    """Means over seeds, with bars of one standard deviation where there are several."""
-    members = sorted(members, key=x)
-    losses = [c.loss for c in members]
-    deviations = [loss.deviation or 0.0 if loss else 0.0 for loss in losses]
-    axes.errorbar(
-        [x(c) for c in members],
-        [loss.mean if loss else np.nan for loss in losses],
-        yerr=deviations if any(deviations) else None,
-        color=color,
-        marker=_MARKERS[index % len(_MARKERS)],
-        markersize=4.5,
-        linewidth=1.4,
-        linestyle=linestyle,
-        capsize=2.5,
-        label=label or None,
-    )
+    """A series of `series.means`; `index` gives its looks, None those of dense runs."""
+    members = sorted((c for c in members if c.loss is not None), key=x)
+    spreads = [loss for c in members if (loss := c.loss) is not None]
+    look = series.DENSE if index is None else series.style(index)
+    if members:
+        series.means(axes, [x(c) for c in members], spreads, look, label, joined)
 
 
 def _dense_levels(
     axes: Axes, configurations: Configurations, curves: Sequence[Configurations]
-) -> None:
-    """A level line for the dense run of every curve; of several, each in its curve's colour."""
-    colors: dict[tuple[str, int], str] = {}
+) -> list[Configuration]:
+    """A level line for the dense run of every curve; of several, each with its curve's looks.
+
+    Returns the dense runs that are shown.
+    """
+    looks: dict[tuple[str, int], Style] = {}
     for index, members in enumerate(curves):
-        colors.setdefault((members[0].family, members[0].context), f"C{index % 10}")
-    label: str | None = "dense"
+        looks.setdefault((members[0].family, members[0].context), series.style(index))
+    shown: list[Configuration] = []
     for configuration in configurations:
         place = configuration.family, configuration.context
-        if not _is_dense(configuration) or place not in colors or configuration.loss is None:
+        if not _is_dense(configuration) or place not in looks or configuration.loss is None:
             continue
-        color = colors[place] if len(colors) > 1 else "black"
-        level = configuration.loss.mean
-        axes.axhline(level, color=color, linewidth=1.1, linestyle="-.", label=label)
-        label = None
-
-
-def _log2(axes: Axes, ticks: set[int]) -> None:
-    axes.set_xscale("log", base=2)
-    shown = sorted(ticks)
-    if len(shown) > 8:  # neighbours such as 18 and 20 would run into each other
-        shown = [tick for tick in shown if tick & (tick - 1) == 0 or tick == shown[-1]]
-    axes.set_xticks(shown, [str(tick) for tick in shown])
-    axes.xaxis.set_minor_locator(NullLocator())
+        look = series.dense_of(looks[place]) if len(looks) > 1 else series.DENSE
+        label = "dense (same mark)" if len(looks) > 1 else "dense"
+        series.level(axes, configuration.loss, look, "" if shown else label)
+        shown.append(configuration)
+    return shown
 
 
 def _log_counts(axes: Axes) -> None:
@@ -321,7 +305,8 @@ def _log_counts(axes: Axes) -> None:
 
 def _smoothed(steps: list[dict]) -> tuple[np.ndarray, np.ndarray] | None:
     """Tokens and running mean of the loss, thinned; None without losses."""
-    points = [(step["tokens"], step["loss"]) for step in steps if {"tokens", "loss"} <= step.keys()]
+    pairs = [(step.get("tokens"), step.get("loss")) for step in steps]
+    points = [pair for pair in pairs if None not in pair]
     if len(points) < 2:
         return None
     tokens, losses = np.array(points, float).T

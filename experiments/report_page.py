@@ -1,7 +1,8 @@
 """HTML of a report: page, tables, figures, commands. Every text that comes in is escaped here.
 
 The page is one file without scripts that asks no server for anything. It reads at the width of a
-phone: wide tables and commands scroll inside themselves, the first column stays in place.
+phone: wide tables and commands scroll inside themselves, the first column stays in place, and
+shadows at their edges show that there is more.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from experiments.report_svg import Palette, inline
 
 _CSS = """
 :root{color-scheme:light dark;--paper:#f6f7f9;--card:#fff;--ink:#1a1d21;--soft:#5a626d;
---line:#d9dde3;--mark:#eef1f5;--link:#1558b0;--bad:#a3200f;
+--line:#d9dde3;--mark:#eef1f5;--shade:rgba(0,0,0,.28);--link:#1558b0;--bad:#a3200f;
 --sans:system-ui,-apple-system,"Segoe UI",Roboto,"Noto Sans","DejaVu Sans",sans-serif;
 --mono:ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace}
 @media (prefers-color-scheme:dark){:root{--paper:#121419;--card:#1b1e24;--ink:#e4e7eb;
---soft:#a3abb6;--line:#343a44;--mark:#242932;--link:#8ab8f5;--bad:#ff9b8c}}
+--soft:#a3abb6;--shade:rgba(255,255,255,.3);--line:#343a44;--mark:#242932;--link:#8ab8f5;--bad:#ff9b8c}}
 *{box-sizing:border-box}
 html{-webkit-text-size-adjust:100%;text-size-adjust:100%}
 body{margin:0;background:var(--paper);color:var(--ink);font:16px/1.55 var(--sans)}
@@ -40,13 +41,23 @@ dl{display:grid;grid-template-columns:max-content minmax(0,1fr);gap:.15rem 1rem;
 font-size:.95rem}
 dt{color:var(--soft)}dd{margin:0;overflow-wrap:anywhere}
 .scroll{overflow-x:auto;border:1px solid var(--line);border-radius:.4rem;margin:.5rem 0;
--webkit-overflow-scrolling:touch}
+-webkit-overflow-scrolling:touch;background:
+linear-gradient(90deg,var(--card) 30%,transparent) left/3rem 100% no-repeat local,
+linear-gradient(270deg,var(--card) 30%,transparent) right/3rem 100% no-repeat local,
+radial-gradient(farthest-side at 0 50%,var(--shade),transparent) left/1rem 100% no-repeat scroll,
+radial-gradient(farthest-side at 100% 50%,var(--shade),transparent) right/1rem 100% no-repeat
+scroll}
+.scroll:focus-visible,figure:focus-visible{outline:2px solid var(--link);outline-offset:1px}
+.scrolls{display:none}
+@media (max-width:75rem){.scrolls{display:block}}
 table{border-collapse:separate;border-spacing:0;font-size:.86rem;width:100%;
 font-variant-numeric:tabular-nums}
 th,td{padding:.38rem .65rem;text-align:right;white-space:nowrap;border-bottom:1px solid var(--line)}
 tbody tr:last-child>*{border-bottom:0}
-thead th{background:var(--mark);font-weight:600;vertical-align:bottom}
+thead th{background:var(--mark);font-weight:600;vertical-align:bottom;white-space:normal}
 tbody th{font-weight:600}
+td.long,th.long{white-space:normal;overflow-wrap:anywhere;min-width:7rem}
+tbody th{max-width:18rem;white-space:normal;overflow-wrap:anywhere}
 th:first-child{position:sticky;left:0;text-align:left;background:var(--card);z-index:1;
 border-right:1px solid var(--line)}
 thead th:first-child{background:var(--mark)}
@@ -68,25 +79,38 @@ details{margin:.75rem 0}summary{cursor:pointer}
 """
 
 
+_NARROW = 5  # columns that fit a phone
+_LONG = 20  # characters of a cell that stay on one line
+
+
 def text(value: object) -> str:
     """Plain text, escaped."""
     return html.escape(str(value))
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table that scrolls inside its frame, the first column fixed; cells are plain text."""
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], title: str) -> str:
+    """A table that scrolls inside its frame, the first column fixed; cells are plain text.
+
+    `title` is what a screen reader says. Long cells are broken.
+    """
     head = "".join(f'<th scope="col">{text(cell)}</th>' for cell in header)
     body = "".join(
-        f'<tr><th scope="row">{text(first)}</th>'
-        + "".join(f"<td>{text(cell)}</td>" for cell in others)
-        + "</tr>"
+        f'<tr><th scope="row">{text(first)}</th>' + "".join(map(_cell, others)) + "</tr>"
         for first, *others in rows
     )
     # Focusable, so that it can be scrolled from the keyboard.
+    wide = len(header) > _NARROW
+    hint = "Where it is wider than the window, this table scrolls sideways."
     return (
-        f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{text(title)}"><table>'
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+        + (f'<p class="soft scrolls">{hint}</p>' if wide else "")
     )
+
+
+def _cell(value: str) -> str:
+    kind = ' class="long"' if len(value) > _LONG else ""
+    return f"<td{kind}>{text(value)}</td>"
 
 
 def facts(pairs: Sequence[tuple[str, str]]) -> str:
@@ -147,8 +171,13 @@ class Page:
         if drawn is None:
             return ""
         self._figures += 1
-        svg = inline(drawn, f"f{self._figures}", text(caption), self._palette)
-        return f"<figure>{svg}<figcaption>{text(caption)}</figcaption></figure>"
+        name = f"f{self._figures}"
+        svg = inline(drawn, name, text(caption), self._palette)
+        # Focusable, so that the keyboard reaches the figure and its name is read.
+        return (
+            f'<figure tabindex="0" aria-labelledby="{name}-caption">{svg}'
+            f'<figcaption id="{name}-caption">{text(caption)}</figcaption></figure>'
+        )
 
     def html(self) -> str:
         """The whole page."""

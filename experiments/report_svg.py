@@ -9,6 +9,9 @@ import re
 import matplotlib
 from matplotlib.figure import Figure
 
+from experiments import figure_files
+
+_TAG = re.compile(r"<[^>]*>")
 _HEX = re.compile(r"#([0-9a-f]{6})\b")
 _LIGHT_PAPER, _DARK_PAPER, _DARK_INK = "ffffff", "1b1e24", "e4e7eb"
 
@@ -61,21 +64,32 @@ def inline(figure: Figure, name: str, title: str, palette: Palette) -> str:
       palette: takes note of the colours.
     """
     out = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+    settings = matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name})
+    with settings, figure_files.any_text():
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
     text = out.getvalue()
     text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text, flags=re.DOTALL)
     # Its rule for `*` would reach the whole page; the page has it for figures alone.
     text = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", text, count=1, flags=re.DOTALL)
-    text = re.sub(r"\bid=\"([^\"]+)\"", rf'id="{name}-\1"', text)
-    text = re.sub(r"(url\(#|href=\"#)", rf"\1{name}-", text)
-    text = re.sub(r"font(-family)?: ([^;\"]*?)('DejaVu Sans'[^;\"]*)", _page_font, text)
-    text = _HEX.sub(lambda match: palette.variable(match[1]), text)
+    # In tags alone: a run may be called anything.
+    text = _TAG.sub(lambda tag: _page_tag(tag[0], name, palette), text)
     # Size comes from the page; the view box keeps the proportions.
     text = re.sub(r"(<svg[^>]*?) width=\"[^\"]*\"", r"\1", text, count=1)
     text = re.sub(r"(<svg[^>]*?) height=\"[^\"]*\"", r"\1", text, count=1)
-    return text.replace("<svg", f'<svg role="img" aria-label="{title}"', 1)
+    opening = f'<svg role="img" aria-label="{title}"'
+    # The title is what a browser shows where the pointer rests.
+    return re.sub(
+        r"<svg([^>]*)>", lambda tag: f"{opening}{tag[1]}><title>{title}</title>", text, count=1
+    )
+
+
+def _page_tag(tag: str, name: str, palette: Palette) -> str:
+    """A tag with ids of its own, in the page's font, its colours as variables."""
+    tag = re.sub(r"\bid=\"([^\"]+)\"", rf'id="{name}-\1"', tag)
+    tag = re.sub(r"(url\(#|href=\"#)", rf"\1{name}-", tag)
+    tag = re.sub(r"font(-family)?: ([^;\"]*?)('DejaVu Sans'[^;\"]*)", _page_font, tag)
+    return _HEX.sub(lambda match: palette.variable(match[1]), tag)
 
 
 def _page_font(match: re.Match[str]) -> str:

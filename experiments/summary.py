@@ -6,26 +6,31 @@ loss stands beside them, labelled, because its routing sees the future.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import math
 import pathlib
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
-from experiments import figure_files, planning, tables
+from experiments import figure_files, planning, series, tables
 from experiments.registry import Experiment
 from experiments.runner import Outcome
-from xmod_jax.config import RunConfig
+from experiments.series import Style
+from experiments.spread import Spread
+from xmod_jax.config import RunConfig, seedless_hash
 from xmod_jax.law.observations import FLOPS_TOLERANCE
 from xmod_jax.records import Record
 
 FIGURE = "loss_against_k"
+_OWN_STRIDE = ("mod", "xmod_ablation")  # whose A follows from K, or is that of their layers
+_BESIDE = 0.2  # octaves of K that runs of equal K take side by side
+_LEVELS = 24  # most dense runs that it names
+_NAMED = 12  # most runs of equal K that the legend names
 HEADER = (
     "run",
     "K",
@@ -43,12 +48,6 @@ NOTE = (
     "loss: calibrated threshold, nats per token; - dense: minus the dense loss at equal FLOPs; "
     "overlap: Jaccard of adjacent sparse layers; * not causal, for reference only"
 )
-# Record key: legend, line style. The first is the main line.
-LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
-    "loss_calibrated": ("calibrated threshold", {"linewidth": 2.0, "marker": "o"}),
-    "loss_threshold": ("threshold 0.5", {"linewidth": 0.9, "linestyle": "--", "marker": "."}),
-    "loss_topk": ("top-k (not causal)", {"linewidth": 0.9, "linestyle": ":", "marker": "."}),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,18 +91,19 @@ def compare(finished: Sequence[tuple[RunConfig, Record]]) -> list[Result]:
 def _dense_loss(
     run: RunConfig, final: Record, dense: Sequence[tuple[RunConfig, Record]]
 ) -> float | None:
-    """Loss of the dense run of equal family, context and data that is closest in FLOPs."""
-    key = lambda run: (run.family, run.train.context_length, run.data.content)
+    """Loss of the dense run of equal family, context, data and seed that is closest in FLOPs."""
+    key = lambda run: (
+        run.family,
+        run.train.context_length,
+        run.data.content,
+        run.train.seed,
+    )
     distance = lambda other: abs(math.log(other["flops"] / final["flops"]))
     peers = [other for peer, other in dense if key(peer) == key(run)]
     nearest = min(peers, key=distance, default=None)
     if nearest is None or distance(nearest) > FLOPS_TOLERANCE:
         return None
     return nearest["loss_calibrated"]
-
-
-def _cell(value: float | None, digits: str) -> str:
-    return "-" if value is None else format(value, digits)
 
 
 def table(rows: list[Result]) -> str:
@@ -117,85 +117,142 @@ def table(rows: list[Result]) -> str:
                 run.name,
                 str(hierarchy.sparsity),
                 f"{float(hierarchy.anchor_stride):g}",
-                f"{final['loss_calibrated']:.4f}",
-                _cell(result.delta, "+.4f"),
-                f"{final['loss_threshold']:.4f}",
-                f"{final['loss_topk']:.4f}",
-                _cell(final.get("coverage"), ".3f"),
-                _cell(final.get("jaccard"), ".3f"),
+                tables.fixed(final["loss_calibrated"]),
+                tables.fixed(result.delta, sign="+"),
+                tables.fixed(final["loss_threshold"]),
+                tables.fixed(final["loss_topk"]),
+                tables.fixed(final.get("coverage"), 3),
+                tables.fixed(final.get("jaccard"), 3),
                 tables.short(final["tokens"]),
-                f"{final['flops']:.3g}",
+                tables.flops(final["flops"]),
             )
         )
     return f"{tables.text_table(HEADER, cells)}\n{NOTE}"
 
 
-def _group(result: Result) -> tuple[str, str, float]:
-    run = result.run
-    return run.family, run.architecture, float(run.model.hierarchy.anchor_stride)
+@dataclasses.dataclass(frozen=True)
+class _Point:
+    """One configuration: its first run and the calibrated losses of its seeds."""
 
+    run: RunConfig
+    loss: Spread
 
-def _label(group: tuple[str, str, float], families: int) -> str:
-    family, architecture, stride = group
-    name = {"xmod": "X-MoD", "mod": "MoD"}.get(architecture, architecture)
-    label = f"{name}, A = {stride:g}" if architecture == "xmod" else name
-    return f"{family}: {label}" if families > 1 else label
+    @property
+    def sparsity(self) -> int:
+        return self.run.model.hierarchy.sparsity
 
-
-def _draw_group(axes: Axes, rows: list[Result], label: str, color: str) -> None:
-    sparsities = [result.run.model.hierarchy.sparsity for result in rows]
-    for key, (_, style) in LOSSES.items():
-        losses = [result.final[key] for result in rows]
-        main = key == "loss_calibrated"
-        axes.plot(sparsities, losses, color=color, label=label if main else None, **style)
-
-
-def _draw_dense(axes: Axes, rows: list[Result], colors: dict[str, str]) -> None:
-    """Level lines; where there are several families each has the colour of its first curve."""
-    families = {result.run.family for result in rows}
-    for result in rows:
-        family = result.run.family
-        several = len(families) > 1
-        axes.axhline(
-            result.final["loss_calibrated"],
-            color=colors.get(family, "black") if several else "black",
-            linewidth=1.2,
-            linestyle="-.",
-            label=f"{family}: dense" if several else "dense",
+    @property
+    def curve(self) -> tuple[str, str, float]:
+        """What the points of a curve have in common: family, architecture and A."""
+        run = self.run
+        own = run.architecture in _OWN_STRIDE
+        return (
+            run.family,
+            run.architecture,
+            0.0 if own else float(run.model.hierarchy.anchor_stride),
         )
 
 
-def _legend(axes: Axes, losses: bool) -> None:
-    handles, _ = axes.get_legend_handles_labels()
-    if losses:
-        for legend, style in LOSSES.values():
-            handles.append(Line2D([], [], color="grey", label=legend, **style))
-    axes.legend(handles=handles, fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5))
+@dataclasses.dataclass(frozen=True)
+class _Curve:
+    """Points in order of K, the legend, and the factor of K that sets them apart from others."""
+
+    label: str
+    points: list[_Point]
+    beside: float = 1.0
+
+    @property
+    def distinct(self) -> bool:
+        """Whether every K stands there once, so that a line through them means something."""
+        return len({point.sparsity for point in self.points}) == len(self.points)
 
 
-def figure(experiment: Experiment, rows: list[Result]) -> Figure:
-    """Loss against K: a colour for each family, architecture and A; dense runs as level lines."""
+def _points(rows: Sequence[Result]) -> list[_Point]:
+    """Results that differ in their seed alone as one point each, in order of appearance."""
+    seeds: dict[str, list[Result]] = collections.defaultdict(list)
+    for result in rows:
+        seeds[seedless_hash(result.run)].append(result)
+    return [
+        _Point(members[0].run, spread)
+        for members in seeds.values()
+        if (spread := Spread.of(result.final["loss_calibrated"] for result in members))
+    ]
+
+
+def _curves(points: Sequence[_Point]) -> list[_Curve]:
+    """The sparse points as curves.
+
+    Points that share a K differ in something else: a few stand side by side under their names.
+    """
+    families = len({point.run.family for point in points})
+    sparse = [point for point in points if point.run.model.hierarchy.sparse_layers]
+    sparse.sort(key=lambda point: (point.curve, point.sparsity))
+    curves = []
+    for common, group in itertools.groupby(sparse, lambda point: point.curve):
+        curve = _Curve(_label(common, families), list(group))
+        named = not curve.distinct or common[1] == "xmod_ablation"
+        if named and len(curve.points) <= _NAMED:
+            width = _BESIDE / len(curve.points)
+            for index, point in enumerate(curve.points):
+                beside = 2 ** (width * (index - (len(curve.points) - 1) / 2))
+                curves.append(_Curve(point.run.name, [point], beside))
+        else:
+            curves.append(curve)
+    return curves
+
+
+def _label(curve: tuple[str, str, float], families: int) -> str:
+    family, architecture, stride = curve
+    name = series.ARCHITECTURES.get(architecture, architecture)
+    label = f"{name}, A = {stride:g}" if stride else name
+    return f"{family}: {label}" if families > 1 else label
+
+
+def _draw_dense(axes: Axes, dense: Sequence[_Point], styles: Mapping[str, Style]) -> None:
+    """Level lines; where there are several families each has the looks of its first curve."""
+    families = len({point.run.family for point in dense})
+    for index, point in enumerate(dense):
+        family = point.run.family
+        look = series.DENSE
+        if families > 1:
+            look = series.dense_of(styles.get(family, series.style(index)))
+        elif len(dense) > 1:
+            look = series.style(index)
+        label = point.run.name if len(dense) > families else f"{family}: dense"
+        label = label if index < _LEVELS else ""
+        series.level(axes, point.loss, look, label if len(dense) > 1 else "dense")
+
+
+def figure(experiment: Experiment, rows: Sequence[Result]) -> Figure:
+    """Loss (calibrated) against K, one or several results for each K; dense as level lines.
+
+    A series for each family, architecture and A: means over seeds with their standard error, and
+    the single seeds as small marks.
+    """
     drawn = Figure(figsize=(8, 5), layout="constrained")
     axes = drawn.subplots()
-    dense = [result for result in rows if result.run.architecture == "dense"]
-    sparse = [result for result in rows if result.run.model.hierarchy.sparse_layers]
-    sparse.sort(key=lambda result: (_group(result), result.run.model.hierarchy.sparsity))
-    families = len({result.run.family for result in rows})
-    colors: dict[str, str] = {}
-    for index, (group, members) in enumerate(itertools.groupby(sparse, _group)):
-        color = f"C{index % 10}"
-        colors.setdefault(group[0], color)
-        _draw_group(axes, list(members), _label(group, families), color)
-    _draw_dense(axes, dense, colors)
-    ticks = sorted({result.run.model.hierarchy.sparsity for result in sparse})
-    if ticks:
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    points = _points(rows)
+    styles: dict[str, Style] = {}
+    curves = _curves(points)
+    for index, curve in enumerate(curves):
+        look = series.style(index)
+        styles.setdefault(curve.points[0].run.family, look)
+        at = [point.sparsity * curve.beside for point in curve.points]
+        losses = [point.loss for point in curve.points]
+        series.means(axes, at, losses, look, curve.label, joined=curve.distinct)
+    dense = [point for point in points if point.run.architecture == "dense"]
+    _draw_dense(axes, dense, styles)
+    shown = [point for curve in curves for point in curve.points]
+    series.sparsities(axes, (point.sparsity for point in shown))
+    series.frame(axes, [point.loss for point in (*dense, *shown)])
     axes.set_xlabel("token sparsity K")
-    axes.set_ylabel("held-out loss, nats per token")
-    axes.set_title(f"{experiment.name}, {experiment.scale} scale, matched FLOPs")
+    axes.set_ylabel(series.LOSS)
+    axes.set_title(series.plain(experiment.name) + f", {experiment.scale} scale, matched FLOPs")
     axes.grid(alpha=0.25)
-    _legend(axes, bool(sparse))
+    if dense or shown:
+        axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    if any(len(point.loss.values) > 1 for point in points):
+        drawn.supxlabel(series.ERRORS, fontsize=8)
     return drawn
 
 

@@ -189,9 +189,7 @@ def _print(rows: list[Row]) -> None:
 
 
 def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return tables.number(value) if value is None or isinstance(value, float) else str(value)
 
 
 def main() -> int:

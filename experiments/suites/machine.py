@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from experiments import tables
 from xmod_jax.data.preparation import default_workers
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "scipy", "torch", "transformers")
@@ -50,7 +51,7 @@ def lines(found: dict[str, Any]) -> list[str]:
             return ", ".join(f"{name} {text(part)}" for name, part in value.items()) or "none"
         if isinstance(value, list):
             return "; ".join(map(text, value))
-        return f"{value:.4g}" if isinstance(value, float) else str(value)
+        return tables.number(value) if isinstance(value, float) else str(value)
 
     return [f"{name}: {text(value)}" for name, value in found.items()]
 

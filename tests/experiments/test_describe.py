@@ -5,7 +5,7 @@ import io
 
 import pytest
 
-from experiments import description, registry, tables
+from experiments import description, registry
 from tests.experiments.commands import ROOT, run_command
 
 TABLE6 = ROOT / "tests" / "data" / "table6_main_configs.csv"
@@ -15,7 +15,7 @@ def test_csv_has_the_documented_header_and_plain_numbers():
     text = description.to_csv(registry.get("main_556m", "paper"))
     assert text.splitlines()[0] == (
         "experiment,run,architecture,n_act,K,A,L,layers,total_params,active_params,"
-        "flops_per_token,phi_ratio,train_flops,tokens,steps"
+        "flops_per_token,phi_ratio,train_flops,tokens,steps,exposure"
     )
     rows = list(csv.DictReader(io.StringIO(text)))
     names = ["dense", "mod", "moe_8_64", "xmod_a4k8", "moe_8_128", "xmod_a3k16"]
@@ -25,6 +25,7 @@ def test_csv_has_the_documented_header_and_plain_numbers():
         assert numbers["train_flops"] == pytest.approx(
             numbers["flops_per_token"] * numbers["tokens"]
         )
+        assert numbers["exposure"] == pytest.approx(1 / numbers["phi_ratio"])
         assert numbers["n_act"] == numbers["active_params"] == float(rows[0]["total_params"])
 
 
@@ -68,32 +69,3 @@ def test_mistakes_are_one_line_and_status_2(arguments, told):
     assert result.returncode == 2
     assert result.stdout == ""
     assert told in result.stderr and result.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0, "0"),
-        (512, "512"),
-        (999.6, "1k"),
-        (2048, "2.05k"),
-        (543328256, "543M"),
-        (2.64e9, "2.64B"),
-    ],
-)
-def test_short_numbers(value, text):
-    assert tables.short(value) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.2, "0s"), (59.6, "1m00s"), (190, "3m10s"), (3599.7, "1h00m"), (9e5, "10d10h")],
-)
-def test_durations(seconds, text):
-    assert tables.duration(seconds) == text
-
-
-def test_text_table_aligns_columns():
-    assert tables.text_table(("a", "b"), [("long", "1"), ("x", "222")]) == (
-        "a       b\nlong    1\nx     222"
-    )

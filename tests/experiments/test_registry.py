@@ -139,12 +139,20 @@ def test_every_ablation_takes_one_part_away(scale):
         assert model.hierarchy.active_depth == layers.active_depth
 
 
-def test_controls_route_ffns_behind_attention_and_queries_alone():
-    runs = {run.name: run.model for run in registry.get("mechanism_controls", "paper").runs}
-    ffn = runs["routed_ffn_a4k8"]
-    assert [group.attentions for group in ffn.hierarchy.groups] == [3, 4]
-    assert ffn.routing.sparse == "ffn"
-    assert runs["selected_q_full_kv_a4k8"].routing.sparse == "full_kv"
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize(("layers", "leads"), [("a4k8", 4), ("a3k16", 3)])
+def test_both_models_of_the_main_comparison_have_both_controls(scale, layers, leads):
+    runs = {run.name: run for run in registry.get("mechanism_controls", scale).runs}
+    xmod, ffn = runs[f"xmod_{layers}"], runs[f"routed_ffn_{layers}"]
+    queries = runs[f"selected_q_full_kv_{layers}"]
+    assert ffn.model.routing.sparse == "ffn" and queries.model.routing.sparse == "full_kv"
+    assert ffn.model.hierarchy.groups[-1].attentions == leads
+    assert queries.model.hierarchy == xmod.model.hierarchy
+    for control in (ffn, queries):
+        assert control.model.hierarchy.sparsity == xmod.model.hierarchy.sparsity
+        assert control.model.hierarchy.anchor_stride == xmod.model.hierarchy.anchor_stride
+    main = registry.get("main_936m", scale).run(xmod.name)
+    assert main.model == xmod.model and main.train == xmod.train
 
 
 @pytest.mark.parametrize("scale", SCALES)
