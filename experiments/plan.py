@@ -14,7 +14,7 @@ import os
 
 from absl import flags
 
-from experiments import cli, planned, selection
+from experiments import cli, environment, planned, selection
 from xmod_jax.errors import UserError
 
 _RUN = flags.DEFINE_string("run", None, "name of the run within the experiment")
@@ -51,11 +51,8 @@ def main() -> int:
 
     shape = MeshShape.parse(_MESH.value)
     shape.check(run)
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = (
-        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={shape.size} "
-        f"{_XLA_FLAGS}"
-    )
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_XLA_FLAGS}"
+    environment.use_cpu(shape.size)
     plan = planned.compile_step(run, shape)
     print(planned.text(run, plan, _MEMORY.value * 1e9, _PEAK.value * 1e12, _BANDWIDTH.value * 1e9))
     return 0

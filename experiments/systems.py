@@ -136,12 +136,11 @@ def _devices() -> dict[str, Any]:
     import subprocess
     import sys
 
-    code = (
-        "import json; from experiments.suites import machine; print(json.dumps(machine.report()))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    command = [sys.executable, "-m", "experiments.suites.devices"]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise UserError(f"JAX finds no device: {done.stderr.strip().splitlines()[-1]}")
+        said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        raise UserError(said[-1].removeprefix("error: "))
     return json.loads(done.stdout.splitlines()[-1])
 
 

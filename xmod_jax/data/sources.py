@@ -19,6 +19,7 @@ from typing import Protocol
 
 import numpy as np
 
+from xmod_jax import storage
 from xmod_jax.config import DataConfig
 from xmod_jax.data import embedded, shards
 from xmod_jax.data.documents import TFDS, digest, find, is_heldout
@@ -184,7 +185,8 @@ def _tfds(name: str) -> Dataset:
     from xmod_jax.data import preparation
 
     rest, _, tokenizer = name.removeprefix(f"{TFDS}:").partition("@")
-    cache = pathlib.Path(os.environ.get(PREPARED) or pathlib.Path.home() / ".cache" / "xmod_jax")
+    given = storage.local_path(os.environ.get(PREPARED, ""), f"{PREPARED}=")
+    cache = pathlib.Path(given or pathlib.Path.home() / ".cache" / "xmod_jax")
     settings = preparation.Settings(tokenizer or ByteTokenizer.name, heldout_share=HELDOUT_SHARE)
     folder = cache / f"{rest.replace('/', '-').replace(':', '-')}-{settings.tokenizer}"
     if not (folder / shards.MANIFEST).exists():

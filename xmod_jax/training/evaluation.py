@@ -22,7 +22,7 @@ from xmod_jax.nn.moe import ExpertOutput
 from xmod_jax.training.compilation import jit
 from xmod_jax.training.loss import cross_entropy
 
-# A statistic that is not defined, until it is on the host: these are shares, and a NaN that leaves a
+# A statistic that is not defined, until it is on the host. They are shares, and a NaN that leaves a
 # program ends it where JAX is asked to look for NaNs.
 _UNDEFINED = -1.0
 
@@ -50,7 +50,8 @@ def batch_statistics(model: Decoder, tokens_BL1: jax.Array, route: Route) -> dic
         for field, name in fields.items()
         if stages
     }
-    means = {name: collectives.batch_nanmean(value, _UNDEFINED) for name, value in statistics.items()}
+    mean = lambda value: collectives.batch_nanmean(value, _UNDEFINED)
+    means = {name: mean(value) for name, value in statistics.items()}
     return {"loss": collectives.batch_mean(loss)} | means
 
 
