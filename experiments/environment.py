@@ -40,6 +40,7 @@ _REFUSED |= dict.fromkeys(
     ),
     "data come from the host and results go there",
 )
+_REFUSED["JAX_DEBUG_INFS"] = "the logit of what may not be drawn is infinite"
 _REFUSED["JAX_SCAN3"] = "that experiment of JAX has no gradients"
 _REFUSED |= {
     f"JAX_ERROR_CHECKING_BEHAVIOR_{what}": "that experiment of JAX has no loops over layers"
