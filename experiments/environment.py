@@ -1,4 +1,4 @@
-"""What commands take from the environment variables of JAX and XLA, and what they do not.
+"""What commands take from the environment variables of libraries, and what they do not.
 
 A run's numbers depend on some settings of JAX. Commands give these the values of `NUMBERS`, for
 themselves and the processes they start, whatever the environment says. Every other setting is the
@@ -63,6 +63,7 @@ def settle() -> None:
     """
     for name, value in NUMBERS.items():
         _set(name, value)
+    os.environ["MPLBACKEND"] = "agg"  # figures are files: nothing is shown
     for name, reason in _REFUSED.items():
         value = os.environ.get(name, "0")
         if _plain(value) not in _HARMLESS:

@@ -34,13 +34,13 @@ _MACHINE = {
 }
 _NO_DEVICE = re.compile(r"Unable to initialize backend|Unknown backend")
 _PLATFORMS = ("JAX_PLATFORMS", "JAX_PLATFORM_NAME", "JAX_DEFAULT_DEVICE", "JAX_NUM_CPU_DEVICES")
-_SETTINGS = os.path.join("jax", "_src", "config.py")
+_LIBRARIES = ("GRAIN_", "JAX_", "MPL", "NUMEXPR_", "ORBAX_", "TFDS_", "TQDM_")  # of their variables
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 def line(error: BaseException) -> str | None:
     """What to tell of an error of the user's environment; None for a fault of the program."""
-    for found in (_path, disk_full, _machine, _memory, _jax):
+    for found in (_path, disk_full, _machine, _memory, _devices, _setting):
         if told := found(error):
             return told
     return None
@@ -94,8 +94,8 @@ def _memory(error: BaseException) -> str | None:
     return None
 
 
-def _jax(error: BaseException) -> str | None:
-    """A setting that JAX does not take, or devices that it does not find."""
+def _devices(error: BaseException) -> str | None:
+    """Devices that JAX does not find."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     told = str(error).partition("\n")[0]
     looked = any(os.path.basename(file) == "xla_bridge.py" for file in files[-3:])
@@ -104,6 +104,15 @@ def _jax(error: BaseException) -> str | None:
         found = f"JAX finds no device{' for ' if asked else ''}{' '.join(asked)}"
         advice = "unset that to take what is there" if asked else "see the lines above"
         return f"{found}{f': {told}' if told else ''}: {advice}"
-    if isinstance(error, ValueError) and files and files[-1].endswith(_SETTINGS):
-        return f"{told}: mend or unset the environment variable"
+    return None
+
+
+def _setting(error: BaseException) -> str | None:
+    """An environment variable that a library cannot read; its message quotes the value."""
+    if not isinstance(error, ValueError):
+        return None
+    for name, value in os.environ.items():
+        quoted = (f"'{value}'", f'"{value}"')
+        if name.startswith(_LIBRARIES) and any(each in str(error) for each in quoted):
+            return f"{name}={value}: {error}: mend or unset it"
     return None
