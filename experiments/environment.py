@@ -9,6 +9,7 @@ user's: it works, or is refused in one line. The library changes no setting of J
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import re
 import subprocess
@@ -64,6 +65,8 @@ def settle() -> None:
     for name, value in NUMBERS.items():
         _set(name, value)
     os.environ["MPLBACKEND"] = "agg"  # figures are files: nothing is shown
+    # Where there is no home folder it tells of its cache in three lines.
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
     for name, reason in _REFUSED.items():
         value = os.environ.get(name, "0")
         if _plain(value) not in _HARMLESS:

@@ -19,15 +19,17 @@ from xmod_jax.errors import UserError
 
 _RUN = flags.DEFINE_string("run", None, "name of the run within the experiment")
 _MESH = flags.DEFINE_string("mesh", "data:8", "devices along data, fsdp and tensor: data:2,fsdp:4")
-_MEMORY = flags.DEFINE_float("memory_gb", 80.0, "memory of a device, in 1e9 bytes", lower_bound=0)
+_MOST = 1e9  # what no device comes near
+_MEMORY = flags.DEFINE_float("memory_gb", 80.0, "memory of a device, in 1e9 bytes", 0, _MOST)
 _PEAK = flags.DEFINE_float(
-    "peak_tflops", 312.0, "peak of a device in the run's precision (A100: 312)", lower_bound=1e-3
+    "peak_tflops", 312.0, "peak of a device in the run's precision (A100: 312)", 1e-3, _MOST
 )
 _BANDWIDTH = flags.DEFINE_float(
     "bandwidth_gb",
     300.0,
     "bytes that a device sends in a second, in 1e9 (A100 NVLink: 300)",
-    lower_bound=1e-3,
+    1e-3,
+    _MOST,
 )
 flags.adopt_module_key_flags(selection)
 

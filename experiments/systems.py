@@ -195,11 +195,14 @@ def _cell(value: Any) -> str:
 
 def main() -> int:
     """Runs the protocol; 1 where a check failed, those left out for time aside."""
+    mesh = _MESH.value or "data:1"
+    from xmod_jax.sharding import MeshShape
+
+    # Before a process looks for devices.
+    _refuse_mistakes(_checks(mesh, MeshShape.parse(mesh).batch_parts))
     report = _devices()
     devices, fresh = len(report["devices"]), _PROTOCOL.value == "table11"
     mesh = _MESH.value or (f"fsdp:{devices}" if fresh else "data:1")
-    from xmod_jax.sharding import MeshShape
-
     checks = _checks(mesh, MeshShape.parse(mesh).batch_parts)
     _refuse_mistakes(checks)
     if report["backend"] == "cpu":

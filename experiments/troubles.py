@@ -76,6 +76,8 @@ def _machine(error: BaseException) -> str | None:
         # What is ours is missing by our fault alone.
         ours = error.name.partition(".")[0] in ("xmod_jax", "experiments")
         return None if ours else f"{error}: start commands by launch/local.sh, which installs it"
+    if isinstance(error, RuntimeError) and "determine home directory" in str(error):
+        return "the user has no home folder: set HOME to one that can be written to"
     if not isinstance(error, OSError) or error.errno is None:
         return None
     if error.errno in _MACHINE:
