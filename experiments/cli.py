@@ -9,7 +9,6 @@ A command module defines its absl flags and a `main` without arguments, and ends
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import logging
 import math
@@ -25,39 +24,32 @@ from typing import Any, NoReturn
 from absl import flags
 from absl import logging as absl_logging
 
+from experiments import environment, troubles
+from xmod_jax import storage
 from xmod_jax.errors import UserError
 from xmod_jax.processes import ProcessLost
 from xmod_jax.training.preemption import REQUEUE, Preempted
 
+FAULT = 1
 MISTAKE = 2
 INTERRUPTED = 128 + 2  # as a shell reports a process that SIGINT ended
 READER_GONE = 128 + 13  # the same for SIGPIPE
 
-_ADVICE = {
-    errno.ENOSPC: "free some space or choose another folder, then start again",
-    errno.EDQUOT: "free some of your quota or choose another folder, then start again",
-    errno.EFBIG: "raise the limit on file sizes (ulimit -f) or choose another folder",
-    errno.EROFS: "choose a folder that can be written to",
-    errno.EACCES: "choose a path that you may read and write",
-    errno.EPERM: "choose a path that you may read and write",
-    errno.ENOENT: "check the path",
-    errno.ENOTDIR: "choose another path: a part of this one is a file, not a folder",
-    errno.EISDIR: "choose another path: this one is a folder, not a file",
-    errno.EEXIST: "choose another path: this one is taken",
-    errno.ENAMETOOLONG: "choose a shorter path",
-    errno.ELOOP: "choose a path without a loop of links",
-}
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+_ASKED = "error: a number is not finite, which JAX_DEBUG_NANS or JAX_DEBUG_INFS asks to stop at"
+_OURS = "this is a fault of the program: please report it, with the lines above and the command"
+# Flags of text that may be empty, and those that are no paths.
+_TEXTS = ("prompt", "stop")
+_NO_PATHS = (*_TEXTS, "coordinator")
 
 
 def run(main: Callable[[], int | None]) -> NoReturn:
     """Parses the command line's absl flags, calls `main` and exits with its status.
 
     Status: what `main` returns (None is 0); 2 with one line on stderr for a wrong flag or argument,
-    a `UserError`, or a path that cannot be used or written; 75 when training was asked to leave and
-    has saved, or lost one of its processes; 130 after an interrupt; 141 when the reader of the
-    output has gone. ``--help`` prints the docstring and flags of main's module.
-    Any other exception is a fault of the program and keeps its traceback.
+    a `UserError`, or what the machine does not give (`troubles`); 75 when training was asked to
+    leave and has saved, or lost one of its processes; 130 after an interrupt; 141 when the reader
+    of the output has gone. ``--help`` prints the docstring and flags of main's module.
+    Any other exception is a fault of the program: status 1, its traceback, and whom to tell.
     """
     # Python has no stream where the caller closed the descriptor.
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
@@ -108,56 +100,96 @@ def abandon(lost: ProcessLost) -> NoReturn:
 
 def _status(main: Callable[[], int | None]) -> int:
     try:
+        environment.settle()
         status = _help(main) if _wants_help(sys.argv[1:]) else _parse_and_call(main)
         sys.stdout.flush()
         return status
-    except KeyboardInterrupt:
-        _say("interrupted")
-        return INTERRUPTED
-    except Preempted as leaving:
-        _say(str(leaving))
-        return REQUEUE
-    except ProcessLost as lost:
-        abandon(lost)
-    except (UserError, flags.Error) as error:
-        _say(f"error: {error}")
-        return MISTAKE
-    except BrokenPipeError:
-        # A pipe to a worker process can break as well, and that is a fault to be seen.
-        if not _reader_gone():
-            raise
-        return READER_GONE
-    except Exception as error:
-        line = _path_trouble(error) or _disk_full(error)
-        if line is None:
-            raise
-        _say(f"error: {line}")
-        return MISTAKE
+    except BaseException as error:
+        return _tell(error)
     finally:
         _settle_output()
+
+
+def _tell(error: BaseException) -> int:
+    """Says what ended a command; the status to leave with."""
+    match error:
+        case SystemExit():
+            raise error
+        case KeyboardInterrupt():
+            _say("interrupted")
+            return INTERRUPTED
+        case Preempted():
+            _say(str(error))
+            return REQUEUE
+        case ProcessLost():
+            abandon(error)
+        case UserError() | flags.Error():
+            _say(f"error: {error}")
+            return MISTAKE
+        # A pipe to a worker process can break as well, and that is a fault to be seen.
+        case BrokenPipeError() if _reader_gone():
+            return READER_GONE
+    if line := troubles.line(error):
+        _say(f"error: {line}")
+        return MISTAKE
+    with contextlib.suppress(OSError):
+        traceback.print_exception(error)
+    _say(_ASKED if isinstance(error, FloatingPointError) else _OURS)
+    return FAULT
+
+
+def _before_run(kind: type[BaseException], error: BaseException, trace: Any) -> NoReturn:
+    """In place of Python's traceback for what ends a command while its modules are loaded."""
+    status = _tell(error)
+    _settle_output()
+    sys.exit(status)
 
 
 def _parse_and_call(main: Callable[[], int | None]) -> int:
     # Without this, absl stops at the first plain argument and calls later flags missing.
     flags.FLAGS.set_gnu_getopt(True)
+    for name in flags.FLAGS:
+        # Of two values one would be dropped without a word.
+        flags.FLAGS[name].allow_overwrite = isinstance(flags.FLAGS[name], flags.MultiFlag)
     extra = flags.FLAGS(sys.argv)[1:]
     if extra:
         raise UserError(
             f"unexpected argument {extra[0]!r}: write flags as --name=value (--help lists them)"
         )
-    _refuse_hollow()
+    for name in flags.FLAGS:
+        _check_value(name, flags.FLAGS[name])
     return main() or 0
 
 
-def _refuse_hollow() -> None:
-    """Refuses NaN, which no bound of a flag stops, and lists with an empty part, as in ``a,,b``."""
-    for name in flags.FLAGS:
-        flag = flags.FLAGS[name]
-        value: Any = flag.value
-        if isinstance(value, float) and math.isnan(value):
-            raise UserError(f"--{name}=nan is not a number")
-        if isinstance(flag.parser, flags.ListParser) and "" in (value or ()):
-            raise UserError(f"--{name}={','.join(value)} has an empty part: remove a comma")
+def _check_value(name: str, flag: flags.Flag) -> None:
+    """Refuses values that no command can mean, and paths that are no local ones.
+
+    That are NaN and infinity, which no bound of a flag stops, empty values (an unset variable of a
+    shell), lists with an empty part, as in ``a,,b``, and the character that no text or path holds.
+    """
+    value: Any = flag.value
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"--{name}={value} is not a finite number")
+    parts = value if isinstance(value, list) else [value]
+    if not all(isinstance(part, str) for part in parts):
+        return
+    given = f"--{name}={','.join(parts)}"
+    if any("\0" in part for part in parts):
+        raise UserError(f"{given!r} holds a null character")
+    if name in _TEXTS or not flag.present:
+        return
+    if not "".join(parts).strip() and len(parts) < 2:
+        raise UserError(f"{given} is empty: give a value, or leave the flag out")
+    if not all(map(str.strip, parts)):
+        raise UserError(f"{given} has an empty part: remove a comma")
+    if name not in _NO_PATHS:
+        local = [_local_paths(part, f"--{name}=") for part in parts]
+        flag.value = local if isinstance(value, list) else local[0]
+
+
+def _local_paths(value: str, told: str) -> str:
+    """A value of which every part between commas is no address; a ``file:///`` one as its path."""
+    return ",".join(storage.local_path(part, told) for part in value.split(","))
 
 
 def _say(message: str) -> None:
@@ -170,29 +202,6 @@ def _among_others() -> bool:
     """Whether this process is connected to others of its run."""
     jax = sys.modules.get("jax")  # loaded by whatever connects
     return jax is not None and jax.distributed.is_initialized()
-
-
-def _path_trouble(error: Exception) -> str | None:
-    """One line for a path that cannot be used, None for any other error."""
-    if not isinstance(error, OSError) or error.errno not in _ADVICE or error.filename is None:
-        return None
-    where = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else "output"
-    return f"{where}: {os.strerror(error.errno)}: {_ADVICE[error.errno]}"
-
-
-def _disk_full(error: BaseException) -> str | None:
-    """One line for a disk that takes no more, None for any other error.
-
-    A failed write names no path, and libraries wrap it, some in their own type with only the text
-    left; so the text is looked for, in the causes as well.
-    """
-    cause: BaseException | None = error
-    while cause is not None:
-        for code in _DISK_FULL:
-            if os.strerror(code) in str(cause):
-                return f"{cause}: {_ADVICE[code]}"
-        cause = cause.__cause__ or cause.__context__
-    return None
 
 
 # Beginnings of Orbax's messages about what is as it shall be, or is told otherwise.
@@ -210,7 +219,7 @@ def _worth_logging(record: logging.LogRecord) -> bool:
         return "was never retrieved" not in record.getMessage()
     if str(record.msg).startswith(_BESIDE):
         return False
-    return error is None or _disk_full(error) is None
+    return error is None or troubles.disk_full(error) is None
 
 
 def _show_unraisable(unraisable: sys.UnraisableHookArgs) -> None:
@@ -266,3 +275,9 @@ def _flag_lines(flag: flags.Flag) -> Iterator[str]:
     yield from textwrap.wrap(
         f"{flag.help}{default}", 96, initial_indent="      ", subsequent_indent="      "
     )
+
+
+if str(getattr(sys.modules["__main__"].__spec__, "name", "")).startswith("experiments."):
+    # The modules that a command loads next read the environment, and can be interrupted.
+    sys.excepthook = _before_run
+    environment.settle()

@@ -84,6 +84,9 @@ def joined() -> Iterator[Watch]:
     """Meets the other processes; notes requests to leave while the block runs."""
     processes = _processes()
     with Watch(processes).signals() as watch, processes.meeting(cli.abandon):
+        import jax
+
+        jax.devices()  # where there are none, that is told before a folder is made
         yield watch
 
 

@@ -14,20 +14,22 @@ import os
 
 from absl import flags
 
-from experiments import cli, planned, selection
+from experiments import cli, environment, planned, selection
 from xmod_jax.errors import UserError
 
 _RUN = flags.DEFINE_string("run", None, "name of the run within the experiment")
 _MESH = flags.DEFINE_string("mesh", "data:8", "devices along data, fsdp and tensor: data:2,fsdp:4")
-_MEMORY = flags.DEFINE_float("memory_gb", 80.0, "memory of a device, in 1e9 bytes", lower_bound=0)
+_MOST = 1e9  # what no device comes near
+_MEMORY = flags.DEFINE_float("memory_gb", 80.0, "memory of a device, in 1e9 bytes", 0, _MOST)
 _PEAK = flags.DEFINE_float(
-    "peak_tflops", 312.0, "peak of a device in the run's precision (A100: 312)", lower_bound=1e-3
+    "peak_tflops", 312.0, "peak of a device in the run's precision (A100: 312)", 1e-3, _MOST
 )
 _BANDWIDTH = flags.DEFINE_float(
     "bandwidth_gb",
     300.0,
     "bytes that a device sends in a second, in 1e9 (A100 NVLink: 300)",
-    lower_bound=1e-3,
+    1e-3,
+    _MOST,
 )
 flags.adopt_module_key_flags(selection)
 
@@ -51,11 +53,8 @@ def main() -> int:
 
     shape = MeshShape.parse(_MESH.value)
     shape.check(run)
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = (
-        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={shape.size} "
-        f"{_XLA_FLAGS}"
-    )
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_XLA_FLAGS}"
+    environment.use_cpu(shape.size)
     plan = planned.compile_step(run, shape)
     print(planned.text(run, plan, _MEMORY.value * 1e9, _PEAK.value * 1e12, _BANDWIDTH.value * 1e9))
     return 0

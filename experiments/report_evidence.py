@@ -15,6 +15,7 @@ import numpy as np
 
 from experiments.law_figures import Points
 from xmod_jax.errors import UserError
+from xmod_jax.law import observation_files
 from xmod_jax.law import observations as obs
 from xmod_jax.law import sweeps
 from xmod_jax.law.observations import Row, Table
@@ -78,7 +79,7 @@ def _fitted(law: LawFile, path: pathlib.Path, notes: list[str]) -> list[Row] | N
     if not path.is_file():
         return None
     try:
-        rows = obs.read_csv(path)
+        rows = observation_files.read_csv(path)
     except UserError as error:
         notes.append(str(error))
         return None

@@ -136,12 +136,11 @@ def _devices() -> dict[str, Any]:
     import subprocess
     import sys
 
-    code = (
-        "import json; from experiments.suites import machine; print(json.dumps(machine.report()))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    command = [sys.executable, "-m", "experiments.suites.devices"]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise UserError(f"JAX finds no device: {done.stderr.strip().splitlines()[-1]}")
+        said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        raise UserError(said[-1].removeprefix("error: "))
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -194,11 +193,14 @@ def _cell(value: Any) -> str:
 
 def main() -> int:
     """Runs the protocol; 1 where a check failed, those left out for time aside."""
+    mesh = _MESH.value or "data:1"
+    from xmod_jax.sharding import MeshShape
+
+    # Before a process looks for devices.
+    _refuse_mistakes(_checks(mesh, MeshShape.parse(mesh).batch_parts))
     report = _devices()
     devices, fresh = len(report["devices"]), _PROTOCOL.value == "table11"
     mesh = _MESH.value or (f"fsdp:{devices}" if fresh else "data:1")
-    from xmod_jax.sharding import MeshShape
-
     checks = _checks(mesh, MeshShape.parse(mesh).batch_parts)
     _refuse_mistakes(checks)
     if report["backend"] == "cpu":

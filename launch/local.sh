@@ -57,8 +57,25 @@ make_environment() {
   fi
 }
 
+# Takes out of the environment what would install elsewhere, otherwise, or nothing. Where packages
+# come from and how to get there stay the user's.
+keep_own_settings() {
+  local name
+  for name in "${!PIP_@}"; do
+    case ${name#PIP_} in
+      *INDEX* | FIND_LINKS | TRUSTED_HOST | *CERT* | *PROXY* | *TIMEOUT | RETRIES | *CACHE*) ;;
+      CONFIG_FILE | KEYRING_PROVIDER | USE_FEATURE | USE_DEPRECATED | LOG | NO_COLOR) ;;
+      *) unset "$name" ;;
+    esac
+  done
+  unset PYTHONPATH UV_{BUILD_CONSTRAINT,CONSTRAINT,DIRECTORY,DRY_RUN,EXCLUDE,EXCLUDE_NEWER} \
+    UV_{NO_BINARY,NO_BUILD,NO_BUILD_ISOLATION,OVERRIDE,PREFIX,PROJECT,PYTHON,REQUIRE_HASHES} \
+    UV_{SYSTEM_PYTHON,TARGET,WORKING_DIRECTORY}
+}
+
 # `install ARGUMENT ...` as pip takes them. -I keeps PYTHONPATH from passing for the environment.
-install() {
+install() (
+  keep_own_settings
   if command -v uv >/dev/null; then
     uv pip install --quiet --python "$venv/bin/python" "$@" && return
     # It does not read pip's settings, such as a site's mirror or certificates.
@@ -66,7 +83,23 @@ install() {
   fi
   # An environment that uv filled has no pip.
   "$venv/bin/python" -I -c 'import pip' 2>/dev/null || "$venv/bin/python" -I -m ensurepip >/dev/null
-  "$venv/bin/python" -I -m pip install -qq --disable-pip-version-check "$@"
+  # A site's pip.conf may ask for the user's own folder, where no environment looks.
+  "$venv/bin/python" -I -m pip install -qq --disable-pip-version-check --no-user "$@"
+)
+
+# The checkout itself. An editable install writes beside the sources; where it cannot, a copy serves
+# for its name and version: commands run in the checkout and import what stands there.
+install_checkout() {
+  if [[ -w . ]]; then
+    install --no-deps --editable .
+    return
+  fi
+  local copy=$venv/.xmod_source
+  rm -rf -- "$copy"
+  mkdir -- "$copy"
+  cp -R -- setup.cfg pyproject.toml README.md LICENSE xmod_jax "$copy"
+  chmod -R u+w -- "$copy"
+  install --no-deps --force-reinstall "$copy"
 }
 
 # Clears what a killed first install left, and refuses a folder that is not ours to fill.
@@ -92,7 +125,7 @@ update_environment() {
   rm -f -- "$stamp"
   [[ -e $venv/bin/python ]] || make_environment
   say "installing the packages of requirements.lock"
-  if ! { install -r requirements.lock && install --no-deps --editable .; }; then
+  if ! { install -r requirements.lock && install_checkout; }; then
     say "the install failed, see above; start again to retry"
     exit 1
   fi
@@ -102,18 +135,21 @@ update_environment() {
 }
 
 (($#)) || refuse "usage: launch/local.sh COMMAND [ARGUMENT ...], such as launch/local.sh pytest"
+unset PYTHONHOME CDPATH # for another Python; for another shell
 venv=${XMOD_VENV:-}
-[[ -z $venv || $venv == /* ]] || venv=$PWD/$venv
+[[ -z $venv || $venv == /* || $venv == *://* ]] || venv=$PWD/$venv
 script=$(readlink -f -- "${BASH_SOURCE[0]}")
 root=$(dirname -- "$(dirname -- "$script")")
 cd -- "$root"
 [[ -f requirements.lock && -f setup.cfg && -f pyproject.toml ]] ||
   refuse "$root is not a whole checkout: clone it again"
 venv=${venv:-$root/.venv}
+# A colon ends a folder of PATH; and an object store is no folder.
+[[ $venv != *:* ]] || refuse "$venv cannot hold an environment, for its colon: set XMOD_VENV"
 stamp=$venv/.xmod_stamp
 unfinished=$venv/.xmod_unfinished
 
 is_ready || update_environment
 exec 9>&-
-export PATH="$venv/bin:$PATH"
+export PATH="$venv/bin:$PATH" VIRTUAL_ENV=$venv
 exec -- "$@"

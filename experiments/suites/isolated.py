@@ -66,9 +66,15 @@ class Worker:
     def _start(self) -> None:
         self._answers, write = os.pipe()
         command = [sys.executable, "-m", "experiments.suites.isolated", str(write)]
-        # What libraries print goes to stderr; answers have a descriptor of their own.
+        # What libraries print goes to stderr; answers have a descriptor of their own. An interrupt
+        # from the terminal is for us, who end the worker.
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=sys.stderr, pass_fds=(write,), text=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=sys.stderr,
+            pass_fds=(write,),
+            text=True,
+            process_group=0,
         )
         os.close(write)
 

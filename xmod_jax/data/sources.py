@@ -20,6 +20,7 @@ from typing import Protocol
 
 import numpy as np
 
+from xmod_jax import storage
 from xmod_jax.config import DataConfig
 from xmod_jax.data import embedded, shards, vocabulary
 from xmod_jax.data.documents import TFDS, digest, find, is_heldout
@@ -255,7 +256,8 @@ def _tfds_name(name: str) -> str:
 def _tfds_place(name: str) -> tuple[str, pathlib.Path]:
     """Tokenizer of a TFDS data set, and the folder that it is prepared in."""
     tokenizer = name.partition("@")[2] or ByteTokenizer.name
-    cache = pathlib.Path(os.environ.get(PREPARED) or pathlib.Path.home() / ".cache" / "xmod_jax")
+    given = storage.local_path(os.environ.get(PREPARED, ""), f"{PREPARED}=")
+    cache = pathlib.Path(given or pathlib.Path.home() / ".cache" / "xmod_jax")
     plain = _tfds_name(name).replace("/", "-").replace(":", "-")
     return tokenizer, cache / f"{plain}-{tokenizer}"
 

@@ -106,10 +106,10 @@ def batch_mean(x: T) -> T:
     return jax.tree.map(lambda leaf: lax.pmean(lax.stop_gradient(leaf), axes), x) if axes else x
 
 
-def batch_nanmean(x: jax.Array) -> jax.Array:
-    """Mean over all elements of all parts that are not NaN; NaN where all are."""
+def batch_nanmean(x: jax.Array, empty: float) -> jax.Array:
+    """Mean over all elements of all parts that are not NaN; `empty` where all are."""
     total, count = batch_sum((jnp.nansum(x), jnp.sum(~jnp.isnan(x))))
-    return total / count
+    return jnp.where(count > 0, total / jnp.maximum(count, 1), empty)
 
 
 def batch_parts() -> int:

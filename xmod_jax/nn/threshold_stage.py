@@ -207,7 +207,9 @@ def _run_interval(run, router_SD, x_BLD, threshold_S, bias_scale, real_BL):
     covered_B = jnp.sum(chosen_BL > 0, axis=-1) / jnp.maximum(jnp.sum(real_BL, axis=-1), 1)
     count = functools.partial(jax.ops.segment_sum, num_segments=S + 1)
     updates_BT = jax.vmap(count)(real_BL.astype(jnp.int32), chosen_BL.astype(jnp.int32))
-    return x_BLD, _Interval(routed_SB.T, covered_B, overlap_B / pairs_B, updates_BT)
+    # Not 0 / 0, which JAX's search for NaNs would stop at.
+    jaccard_B = jnp.where(pairs_B > 0, overlap_B / jnp.maximum(pairs_B, 1), jnp.nan)
+    return x_BLD, _Interval(routed_SB.T, covered_B, jaccard_B, updates_BT)
 
 
 def _bucket(update: RowUpdate, size: int, reads_stream: bool):

@@ -22,6 +22,10 @@ from xmod_jax.nn.moe import ExpertOutput
 from xmod_jax.training.compilation import jit
 from xmod_jax.training.loss import cross_entropy
 
+# A statistic that is not defined, until it is on the host. They are shares, and a NaN that leaves a
+# program ends it where JAX is asked to look for NaNs.
+_UNDEFINED = -1.0
+
 Evaluator = Callable[[Decoder, Thresholds, Iterable[np.ndarray]], dict[str, float | None]]
 
 
@@ -31,7 +35,7 @@ def batch_statistics(model: Decoder, tokens_BL1: jax.Array, route: Route) -> dic
     Returns:
       ``loss``; under top-k ``agreement``, the share of token-layers on which the 0.5 threshold
       would decide the same; under a threshold ``routed``, the share of token-layers routed, and
-      ``coverage`` and ``jaccard`` of the intervals between dense layers (SPEC 10). NaN: undefined.
+      ``coverage`` and ``jaccard`` of the intervals between dense layers (SPEC 10). -1: undefined.
     """
     states_BLD, outputs = model(tokens_BL1[:, :-1], route)
     targets_BL = tokens_BL1[:, 1:]
@@ -46,7 +50,8 @@ def batch_statistics(model: Decoder, tokens_BL1: jax.Array, route: Route) -> dic
         for field, name in fields.items()
         if stages
     }
-    means = {name: collectives.batch_nanmean(value) for name, value in statistics.items()}
+    mean = lambda value: collectives.batch_nanmean(value, _UNDEFINED)
+    means = {name: mean(value) for name, value in statistics.items()}
     return {"loss": collectives.batch_mean(loss)} | means
 
 
@@ -97,18 +102,24 @@ def make_evaluator(mesh: Mesh | None = None) -> Evaluator:
             jax.block_until_ready([values[-2:-1] for values in parts.values()])
             for name, route in routes.items():
                 parts[name].append(compiled(model, tokens_BL1, route))
-        means = {name: _weighted(values, rows) for name, values in parts.items()}
+        fetched = {name: list(map(_defined, each)) for name, each in jax.device_get(parts).items()}
+        means = {name: _weighted(values, rows) for name, values in fetched.items()}
         return _record(means)
 
     return evaluate
 
 
-def _weighted(values: list[dict[str, jax.Array]], rows: list[int]) -> dict[str, float]:
+def _defined(statistics: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """With NaN in place of what is undefined."""
+    empty = lambda name, value: name != "loss" and value == _UNDEFINED
+    return {n: np.float32("nan") if empty(n, v) else v for n, v in statistics.items()}
+
+
+def _weighted(values: list[dict[str, np.ndarray]], rows: list[int]) -> dict[str, float]:
     """Means over batches by their rows; of a statistic over the batches that define it."""
-    fetched = jax.device_get(values)
     means = {}
-    for name in fetched[0]:
-        column, weights = np.array([value[name] for value in fetched]), np.array(rows)
+    for name in values[0]:
+        column, weights = np.array([value[name] for value in values]), np.array(rows)
         if name != "loss" and not np.isnan(column).all():
             column, weights = column[~np.isnan(column)], weights[~np.isnan(column)]
         means[name] = float(np.average(column, weights=weights))
