@@ -17,7 +17,7 @@ Shapes: B batch, L context, C capacity, D width, N stages, S sparse layers of a 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +27,7 @@ from jax import lax
 from xmod_jax.nn import routing
 from xmod_jax.nn.precision import broadcast_as, full_einsum
 from xmod_jax.nn.stage_arguments import (
+    alike,
     as_varying,
     check_dense,
     check_function,
@@ -81,12 +82,17 @@ def gated_residual(block: Callable[[Any, jax.Array, Any], jax.Array]) -> RowUpda
       A row update whose layer parameters are the pair ``(params, gate)``; gates of all layers [S].
 
     Raises:
-      ValueError: `block` is no function; while tracing, its residual is not of the rows' shape, or
-        a layer's gate is not a scalar.
+      ValueError: `block` is no function; while tracing, its residual is not of the rows' shape, the
+        parameters are no such pair, or a layer's gate is not one number.
     """
     check_function("block", block)
 
     def update(params: Any, rows_BCD: jax.Array, positions: Any, score_BC: jax.Array) -> jax.Array:
+        if not isinstance(params, Sequence) or len(params) != 2:
+            raise ValueError(
+                "params must be the pair (params of the block, gates), got "
+                f"{type(params).__name__}"
+            )
         block_params, gate = params
         if getattr(gate, "shape", ()) != ():
             raise ValueError(f"gate must be one number a layer, [S], got {[*gate.shape]} a layer")
@@ -182,7 +188,7 @@ def routed_stages(
     static = _Static(update, count, tau, anchor, lead, reads_stream, keeps)
     dense_params = anchor_params, lead_params
     arguments = (params, router_NSD, dense_params, x_BLD, positions, valid_BL, into)
-    return _stages(static, *as_varying(arguments, varying_axes(arguments)))
+    return _stages(static, *alike(arguments))
 
 
 class _Static(NamedTuple):

@@ -142,6 +142,12 @@ def is_differentiable(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
+def alike(tree: T) -> T:
+    """Arrays of JAX's, of one type along the mesh axes of a `jax.shard_map`."""
+    tree = jax.tree.map(jnp.asarray, tree)
+    return as_varying(tree, varying_axes(tree))
+
+
 def varying_axes(tree: Any) -> frozenset[str]:
     """Mesh axes along which devices may hold different values: those of any leaf, by its type.
 

@@ -23,6 +23,7 @@ from jax import lax
 from xmod_jax.nn import collectives, routing
 from xmod_jax.nn.routed_stage import Dense, RowUpdate, at, intervals, read_logits
 from xmod_jax.nn.stage_arguments import (
+    alike,
     as_varying,
     check_dense,
     check_function,
@@ -76,8 +77,10 @@ def threshold_stage(
     """Runs the S sparse layers of one stage: token i enters layer s iff its biased logit
     ``s_i - tau * b_i`` is at least ``threshold_S[s]``; 0 is the paper's r >= 0.5.
 
-    The other arguments are those of `xmod_jax.routed_stage`. For forward passes; call it outside
-    `jax.vmap`, under which a layer runs every bucket that one of its instances needs.
+    The other arguments are those of `xmod_jax.routed_stage`. For forward passes, and derivatives in
+    forward mode (`jax.jvp`): JAX refuses reverse mode, since the rows of a layer are not known
+    while tracing. Call it outside `jax.vmap`, under which a layer runs every bucket that one of its
+    instances needs.
 
     Raises:
       ValueError: an argument of the wrong shape, dtype or value; names it.
@@ -120,8 +123,10 @@ def threshold_stages(
     check_dense("lead", lead, lead_params, router_NSD.shape[:2], "NP")
     B, L, _ = x_BLD.shape
     real_BL = jnp.ones((B, L), bool) if valid_BL is None else valid_BL
-    axes = varying_axes((*arguments[:4], real_BL, threshold_NS, anchor_params, lead_params))
-    x_BLD, real_BL = as_varying((x_BLD, real_BL), axes)
+    dense = anchor_params, lead_params
+    given = alike((params, router_NSD, x_BLD, positions, real_BL, threshold_NS, dense))
+    params, router_NSD, x_BLD, positions, real_BL, threshold_NS, dense = given
+    anchor_params, lead_params = dense
     sizes = routing.bucket_sizes(L, sparsity)
     buckets = [_bucket(update, size, reads_stream) for size in sizes[1:]]
 
