@@ -33,7 +33,7 @@ from xmod_jax.nn.layers import (
     matrix,
 )
 from xmod_jax.nn.precision import full_einsum, widened
-from xmod_jax.nn.routed_stage import pick
+from xmod_jax.nn.stacks import pick
 
 
 class ExpertBias(nnx.Variable):

@@ -26,6 +26,7 @@ from jax import lax
 
 from xmod_jax.nn import routing
 from xmod_jax.nn.precision import broadcast_as, full_einsum
+from xmod_jax.nn.stacks import add, at, fresh, without_constants, write
 from xmod_jax.nn.stage_arguments import (
     alike,
     as_varying,
@@ -33,7 +34,6 @@ from xmod_jax.nn.stage_arguments import (
     check_function,
     check_rows,
     check_stage,
-    is_differentiable,
     varying_axes,
 )
 
@@ -61,7 +61,8 @@ class StageOutput(NamedTuple):
     Attributes:
       x_BLD: the stream after the last stage.
       alignment_S: alignment loss of each layer, differentiable.
-      kth_S: smallest selected logit of each layer, mean over sequences; no gradient.
+      kth_S: smallest selected logit of each layer, mean over sequences that have a valid token; no
+        gradient.
       agreement_S: share of tokens on which top-k and the 0.5 threshold agree; no gradient.
     """
 
@@ -90,8 +91,7 @@ def gated_residual(block: Callable[[Any, jax.Array, Any], jax.Array]) -> RowUpda
     def update(params: Any, rows_BCD: jax.Array, positions: Any, score_BC: jax.Array) -> jax.Array:
         if not isinstance(params, Sequence) or len(params) != 2:
             raise ValueError(
-                "params must be the pair (params of the block, gates), got "
-                f"{type(params).__name__}"
+                f"params must be the pair (params of the block, gates), got {type(params).__name__}"
             )
         block_params, gate = params
         if getattr(gate, "shape", ()) != ():
@@ -212,42 +212,6 @@ def read_logits(x_BLD: jax.Array, router_SD: jax.Array) -> jax.Array:
     return full_einsum("bld,sd->bls", x_BLD.astype(router_SD.dtype), router_SD)
 
 
-def at(tree: Any, *index: jax.Array) -> Any:
-    """Leaf[index] of every leaf, for traced indices of the leading axes."""
-    for i in index:
-        tree = jax.tree.map(lambda leaf, i=i: lax.dynamic_index_in_dim(leaf, i, 0, False), tree)
-    return tree
-
-
-def pick(tree: Any, index: tuple[Any, ...]) -> Any:
-    """As `at`, by one slice: where a turn of a loop does little, slices of slices copy stages."""
-
-    def one(leaf: jax.Array) -> jax.Array:
-        rest = leaf.shape[len(index) :]
-        start = [jnp.asarray(i, jnp.int32) for i in (*index, *[0] * len(rest))]
-        return lax.dynamic_slice(leaf, start, (*[1] * len(index), *rest)).reshape(rest)
-
-    return jax.tree.map(one, tree)
-
-
-def _write(tree: Any, new: Any, *index: Any) -> Any:
-    """The tree with leaf[index] = new; in place where the compiler may."""
-
-    def one(leaf: jax.Array, new: jax.Array) -> jax.Array:
-        if not is_differentiable(new):
-            return leaf
-        start: list[Any] = [*index, *([0] * new.ndim)]
-        return lax.dynamic_update_slice(leaf, new[(None,) * len(index)].astype(leaf.dtype), start)
-
-    return jax.tree.map(one, tree, new)
-
-
-def _add(tree: Any, new: Any, *index: Any) -> Any:
-    """The tree with leaf[index] += new; in place where the compiler may."""
-    add = lambda old, new: old + new if is_differentiable(new) else new
-    return _write(tree, jax.tree.map(add, at(tree, *index), new), *index)
-
-
 def _apply(static, kept, params, rows_BCD, positions_BC, z_BC, valid_BC, *stream):
     """New rows of one layer, and what its backward pass is given as `kept` (None: nothing).
 
@@ -332,7 +296,7 @@ def _sparse_forward(static, params, index, router_SD, x_BLD, positions, valid_BL
             logits_BLS = routing.put_rows(logits_BLS, idx_BC, read_logits(new_BCD, router_SD))
         aux = (
             routing.alignment_loss(z_BL, mask_BL, valid_BL),
-            jnp.mean(pick.kth_B),
+            _smallest(pick.kth_B, z_BC, valid_BC),
             jnp.mean(mask_BL == (z_BL >= 0), where=valid_BL),
         )
         return (x_BLD, logits_BLS, chosen_BL + mask_BL), (aux, (idx_BC, rows_BCD, z_BL, kept))
@@ -346,7 +310,7 @@ def _sparse_forward(static, params, index, router_SD, x_BLD, positions, valid_BL
 def _stages_backward(static, residuals, bars):
     params, router_NSD, dense_params, positions, valid_BL, into, saved = residuals
     anchor_params, lead_params = dense_params
-    put, sums = (_add, into) if into else (_write, _fresh((params, dense_params)))
+    put, sums = (add, into) if into else (write, fresh((params, dense_params)))
     dparams, (danchors, dleads) = sums
 
     def interval(n, carry, p, router_SD, sparse, dalign_S):
@@ -384,23 +348,8 @@ def _stages_backward(static, residuals, bars):
     items = (jnp.arange(len(router_NSD)), saved, bars.alignment_S)
     carry, dw_NSD = lax.scan(stage, start, items, reverse=True)
     dx_BLD, dparams, *ddense = carry
-    gradients = _without_constants((dparams, tuple(ddense)), (params, dense_params))
+    gradients = without_constants((dparams, tuple(ddense)), (params, dense_params))
     return gradients[0], dw_NSD, gradients[1], dx_BLD, None, None, None
-
-
-def _fresh(tree: Any) -> Any:
-    """A tree to write the gradients of `tree` into; nothing much where there is none."""
-    empty = lambda leaf: (
-        lax.empty(leaf.shape, leaf.dtype) if is_differentiable(leaf) else jnp.zeros(())
-    )
-    return as_varying(jax.tree.map(empty, tree), varying_axes(tree))
-
-
-def _without_constants(gradients: Any, tree: Any) -> Any:
-    """Gradients of `tree`, None for what has none."""
-    return jax.tree.map(
-        lambda leaf, gradient: gradient if is_differentiable(leaf) else None, tree, gradients
-    )
 
 
 def _sparse_backward(
@@ -422,10 +371,11 @@ def _sparse_backward(
             (dx_BLD, g_BLS, z_BL, positions, valid_BL), idx_BC
         )
         x_BLD = routing.put_rows(x_BLD, idx_BC, rows_BCD)
+        # The stream's positions are constants, as those of the rows.
+        stream, beside = ((x_BLD,), (positions,)) if static.reads_stream else ((), ())
         apply = lambda layer, rows, z, *stream: _apply(
-            static, kept, layer, rows, positions_BC, z, valid_BC, *stream
+            static, kept, layer, rows, positions_BC, z, valid_BC, *stream, *beside
         )[0]
-        stream = (x_BLD, positions) if static.reads_stream else ()
         layer_params = at(params, n, first + s)
         new_BCD, pull = jax.vjp(apply, layer_params, rows_BCD, z_BC, *stream)
         if S > 1:
@@ -460,7 +410,15 @@ def _alignment_gradient(z_BL, idx_BC, valid_BL, valid_BC):
     dz_BL = jax.nn.sigmoid(z_BL) - mask_BL
     if valid_BL is None:
         return dz_BL / z_BL.size
-    return jnp.where(valid_BL, dz_BL, 0) / jnp.sum(valid_BL)
+    return jnp.where(valid_BL, dz_BL, 0) / jnp.maximum(jnp.sum(valid_BL), 1)
+
+
+def _smallest(kth_B, z_BC, valid_BC):
+    """Mean over sequences of the smallest logit of a selected token that is valid."""
+    if valid_BC is None:
+        return jnp.mean(kth_B)
+    least_B = jnp.min(z_BC, axis=-1, where=valid_BC, initial=jnp.inf)
+    return jnp.mean(least_B, where=jnp.any(valid_BC, axis=-1))
 
 
 def _compete(z_BL, valid_BL):

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 T = TypeVar("T")
@@ -187,6 +188,8 @@ def _array(name: str, value: Any) -> tuple[tuple[int, ...], Any]:
 
 def _check_stream(x_BLD: Any) -> None:
     shape, dtype = _array("x_BLD", x_BLD)
+    if not isinstance(x_BLD, jax.Array | np.ndarray):
+        raise ValueError(f"x_BLD must be an array, got {type(x_BLD).__name__}")
     if len(shape) != 3 or 0 in shape or not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(
             "x_BLD must be floating [sequences, tokens, width], at least one of each, got "

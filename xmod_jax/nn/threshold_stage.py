@@ -21,7 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from xmod_jax.nn import collectives, routing
-from xmod_jax.nn.routed_stage import Dense, RowUpdate, at, intervals, read_logits
+from xmod_jax.nn.routed_stage import Dense, RowUpdate, intervals, read_logits
+from xmod_jax.nn.stacks import at
 from xmod_jax.nn.stage_arguments import (
     alike,
     as_varying,
