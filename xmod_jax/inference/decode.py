@@ -30,7 +30,8 @@ from xmod_jax.model import Decoder, Stages, Threshold
 from xmod_jax.nn import routing
 from xmod_jax.nn.layers import AttentionLayer, FFNBlock, Phases, rotary_phases, updated
 from xmod_jax.nn.moe import MoEBlock
-from xmod_jax.nn.routed_stage import pick, read_logits
+from xmod_jax.nn.routed_stage import read_logits
+from xmod_jax.nn.stacks import pick
 
 _STAYS = re.compile(r"\.router|\.sparse\.gate|\.ffn\.bias")
 

@@ -21,6 +21,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from xmod_jax.accounting import ATTENTION_BLOCK, attention_edge
+from xmod_jax.nn.precision import widened
 
 # Output and log-sum-exp of every row, in blocks; see `causal_attention`.
 Saved = tuple[jax.Array, jax.Array] | None
@@ -108,10 +109,13 @@ def selected_attention(
     q = jnp.pad(q_BCHE * jnp.asarray(E**-0.5, q_BCHE.dtype), (*pad, (0, 0), (0, 0)))
     q_nBbGRE = q.reshape(B, n, b, G, H // G, E).swapaxes(0, 1)
     position_nBb = jnp.pad(position_BC, pad).reshape(B, n, b).swapaxes(0, 1)
+    # Wide outside of the loop, so that its turns' gradients are summed there.
+    wide = widened(k_BLGE), widened(v_BLGE)
 
     @jax.checkpoint
     def rows(item):
         q_BbGRE, position_Bb = item
+        k_BLGE, v_BLGE = (each.astype(q_BCHE.dtype) for each in wide)
         s_BGRbL = _product("bcgre,blge->bgrcl", q_BbGRE, k_BLGE)
         visible_BbL = jnp.arange(L) <= position_Bb[..., None]
         p_BGRbL = jax.nn.softmax(jnp.where(visible_BbL[:, None, None], s_BGRbL, _MASKED), axis=-1)
@@ -185,8 +189,7 @@ def _attend_backward(residuals, do_nNME):
     q_nNME, k_nNbE, v_nNbE, o_nNME, lse_nNM = residuals
     n, N, b, E = k_nNbE.shape
     M = q_nNME.shape[2]
-    wide = jnp.promote_types(jnp.float32, q_nNME.dtype)
-    delta_nNM = (o_nNME.astype(wide) * do_nNME.astype(wide)).sum(-1)
+    delta_nNM = (widened(o_nNME) * widened(do_nNME)).sum(-1)
     kT_nNEb = k_nNbE.swapaxes(-1, -2)
     visible_bM = _visible((b, M), 0, b)
 
@@ -222,7 +225,7 @@ def _attend_backward(residuals, do_nNME):
         dqT_nNEM, *dkv_NbE = _loop(j + 1, n, later, carry)
         return dqT_nNEM, tuple(part.astype(k_nNbE.dtype) for part in dkv_NbE)
 
-    start = jnp.zeros((n, N, E, M), wide)
+    start = jnp.zeros((n, N, E, M), delta_nNM.dtype)
     dqT_nNEM, (dk_nNbE, dv_nNbE) = _scan(columns, start, (k_nNbE, v_nNbE, kT_nNEb))
     return dqT_nNEM.swapaxes(-1, -2).astype(q_nNME.dtype), dk_nNbE, dv_nNbE
 

@@ -19,9 +19,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from xmod_jax.nn.precision import full_einsum
+
 RAGGED = 0  # the `block` that stands for `jax.lax.ragged_dot`
 _MAX_BLOCK = 128
 _SMALL_MATRIX = 1 << 13  # elements
+# ``[M, I], [M, O] -> [X, I, O]``: products over the rows of each group.
+_BY_GROUP = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
 
 
 class Groups(NamedTuple):
@@ -87,7 +91,7 @@ def spread(x_TD: jax.Array, groups: Groups) -> jax.Array:
 @jax.custom_vjp
 def collect(rows_MD: jax.Array, weight_Tk: jax.Array, groups: Groups) -> jax.Array:
     """Sum over a token's copies of weight times row, [T, D]; a dropped copy counts zero."""
-    return jnp.einsum("tkd,tk->td", _copies(rows_MD, groups), weight_Tk.astype(rows_MD.dtype))
+    return full_einsum("tkd,tk->td", _copies(rows_MD, groups), weight_Tk.astype(rows_MD.dtype))
 
 
 def _copies(rows_MD, groups):
@@ -103,12 +107,14 @@ spread.defvjp(
 
 def _collect_backward(saved, bar_TD):
     rows_MD, weight_Tk, groups = saved
-    dweight_Tk = jnp.einsum("tkd,td->tk", _copies(rows_MD, groups), bar_TD)
+    wide = weight_Tk.dtype
+    copies_TkD = _copies(rows_MD, groups)
+    dweight_Tk = full_einsum("tkd,td->tk", copies_TkD, bar_TD, preferred_element_type=wide)
     # The weight of each row, by way of the slots: padding keeps zero.
     weight_M = jnp.zeros(len(rows_MD), weight_Tk.dtype)
     weight_M = weight_M.at[groups.slot_Tk.reshape(-1)].set(weight_Tk.reshape(-1), mode="drop")
     drows_MD = spread(bar_TD, groups) * weight_M.astype(bar_TD.dtype)[:, None]
-    return drows_MD, dweight_Tk.astype(weight_Tk.dtype), None
+    return drows_MD, dweight_Tk, None
 
 
 collect.defvjp(
@@ -184,10 +190,12 @@ def _grouped_backward(block, saved, bar_MO):
     rows_MI, weight_XIO, size_X = saved
     weight_XOI = weight_XIO.swapaxes(1, 2)
     if block == RAGGED:
-        product = lambda w: lax.ragged_dot(rows_MI, w.astype(rows_MI.dtype), size_X)
-        _, pull = jax.vjp(product, weight_XIO)
         drows_MI = lax.ragged_dot(bar_MO, weight_XOI.astype(bar_MO.dtype), size_X)
-        return drows_MI, *pull(bar_MO), None
+        # Not by autodiff, whose sum over a group's rows would be in the dtype of the rows.
+        dweight_XIO = lax.ragged_dot_general(
+            rows_MI, bar_MO, size_X, _BY_GROUP, preferred_element_type=weight_XIO.dtype
+        )
+        return drows_MI, dweight_XIO, None
     if _is_small(weight_XIO):
         rows_nRI = rows_MI.reshape(-1, block, rows_MI.shape[1])
         bar_nRO = bar_MO.reshape(-1, block, bar_MO.shape[1])

@@ -23,6 +23,7 @@ from xmod_jax.accounting import FFN_ROWS
 from xmod_jax.config import Backbone, Routing, Sparse, Update
 from xmod_jax.nn import collectives
 from xmod_jax.nn.attention import Saved, causal_attention, selected_attention
+from xmod_jax.nn.precision import broadcast_as, widened
 
 INIT_STD = 0.02  # of every matrix, as Qwen3's initializer_range
 # ``(x_BLI, w_IO) -> x w``: `linear`, or `Products`.
@@ -118,9 +119,9 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.promote_types(jnp.float32, x.dtype))
+        wide = widened(x)
         inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return (wide * inverse).astype(x.dtype) * self.scale[...].astype(x.dtype)
+        return (wide * inverse).astype(x.dtype) * broadcast_as(self.scale[...], x)
 
 
 def matrix(rngs: nnx.Rngs, *shape: int) -> nnx.Param:
@@ -419,9 +420,9 @@ def updated(
 ) -> jax.Array:
     """New values of routed rows from the block's two residuals and the routing scores (SPEC 3)."""
     if layer.update is Update.MOD:
-        return rows_BCD + a_BCD + score_BC[..., None].astype(rows_BCD.dtype) * f_BCD
-    weight_BC = (layer.gate[...] * score_BC).astype(rows_BCD.dtype)
-    return rows_BCD + weight_BC[..., None] * (a_BCD + f_BCD)
+        return rows_BCD + a_BCD + broadcast_as(score_BC[..., None], rows_BCD) * f_BCD
+    weight_BC = layer.gate[...] * score_BC
+    return rows_BCD + broadcast_as(weight_BC[..., None], rows_BCD) * (a_BCD + f_BCD)
 
 
 def _full_kv(block, rows_BCD, row_phases, x_BLD, phases):

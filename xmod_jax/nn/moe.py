@@ -32,7 +32,8 @@ from xmod_jax.nn.layers import (
     linear,
     matrix,
 )
-from xmod_jax.nn.routed_stage import pick, router_product
+from xmod_jax.nn.precision import full_einsum, widened
+from xmod_jax.nn.stacks import pick
 
 
 class ExpertBias(nnx.Variable):
@@ -141,9 +142,9 @@ class Experts(nnx.Module):
         return out_BLD if self.shared is None else out_BLD + self.shared(x_BLD)
 
     def _scores(self, x_TD: jax.Array) -> jax.Array:
-        wide = jnp.promote_types(jnp.float32, x_TD.dtype)
+        x_TD = widened(x_TD)
         squash = jax.nn.sigmoid if self.scores is Scores.SIGMOID else jax.nn.softmax
-        return squash(router_product("td,dx->tx", x_TD.astype(wide), self.router[...].astype(wide)))
+        return squash(full_einsum("td,dx->tx", x_TD, self.router[...].astype(x_TD.dtype)))
 
     def _chosen(self, score_TX: jax.Array) -> jax.Array:
         biased_TX = jax.lax.stop_gradient(score_TX) + self.bias[...]

@@ -17,7 +17,7 @@ Shapes: B batch, L context, C capacity, D width, N stages, S sparse layers of a 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +25,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from xmod_jax.nn import routing
+from xmod_jax.nn.precision import broadcast_as, full_einsum
+from xmod_jax.nn.stacks import add, at, fresh, without_constants, write
+from xmod_jax.nn.stage_arguments import (
+    alike,
+    as_varying,
+    check_dense,
+    check_function,
+    check_rows,
+    check_stage,
+    varying_axes,
+)
 
 # (layer parameters, rows [B, C, D], row data [B, C, ...], score [B, C]) -> new rows [B, C, D];
 # with `reads_stream` also the whole stream [B, L, D] and its data [B, L, ...]; with `keeps` it
@@ -50,7 +61,8 @@ class StageOutput(NamedTuple):
     Attributes:
       x_BLD: the stream after the last stage.
       alignment_S: alignment loss of each layer, differentiable.
-      kth_S: smallest selected logit of each layer, mean over sequences; no gradient.
+      kth_S: smallest selected logit of each layer, mean over sequences that have a valid token; no
+        gradient.
       agreement_S: share of tokens on which top-k and the 0.5 threshold agree; no gradient.
     """
 
@@ -68,13 +80,26 @@ def gated_residual(block: Callable[[Any, jax.Array, Any], jax.Array]) -> RowUpda
         rows, which stand in position order, and must not close over traced values.
 
     Returns:
-      A row update whose layer parameters are the pair ``(params, gate)``.
+      A row update whose layer parameters are the pair ``(params, gate)``; gates of all layers [S].
+
+    Raises:
+      ValueError: `block` is no function; while tracing, its residual is not of the rows' shape, the
+        parameters are no such pair, or a layer's gate is not one number.
     """
+    check_function("block", block)
 
     def update(params: Any, rows_BCD: jax.Array, positions: Any, score_BC: jax.Array) -> jax.Array:
+        if not isinstance(params, Sequence) or len(params) != 2:
+            raise ValueError(
+                f"params must be the pair (params of the block, gates), got {type(params).__name__}"
+            )
         block_params, gate = params
-        weight_BC = (gate * score_BC).astype(rows_BCD.dtype)
-        return rows_BCD + weight_BC[..., None] * block(block_params, rows_BCD, positions)
+        if getattr(gate, "shape", ()) != ():
+            raise ValueError(f"gate must be one number a layer, [S], got {[*gate.shape]} a layer")
+        weight_BC1 = (gate * score_BC)[..., None]
+        residual_BCD = block(block_params, rows_BCD, positions)
+        check_rows("block", residual_BCD, rows_BCD)
+        return rows_BCD + broadcast_as(weight_BC1, rows_BCD) * residual_BCD
 
     return update
 
@@ -94,9 +119,10 @@ def routed_stage(
 
     Args:
       update: new values of a layer's rows; see `gated_residual`.
-      params: parameters of all layers, every leaf [S, ...].
+      params: parameters of all layers, every leaf [S, ...]; leaves that are not floating, a
+        layer's random key for instance, are constants.
       router_SD: router vectors, at least float32.
-      x_BLD: the residual stream.
+      x_BLD: the residual stream, of any floating dtype.
       positions: pytree of [B, L, ...] arrays gathered with the rows (integer positions, or rotary
         phases); constants of the stage, without gradient.
       sparsity: K.
@@ -105,7 +131,11 @@ def routed_stage(
 
     Returns:
       `StageOutput`; its stream and alignment loss carry gradients to params, routers and x.
+
+    Raises:
+      ValueError: an argument of the wrong shape, dtype or value; names it.
     """
+    check_stage(params, router_SD, x_BLD, positions, sparsity, bias_scale, valid_BL, "S")
     params, router_NSD = jax.tree.map(lambda leaf: leaf[None], (params, router_SD))
     options: dict[str, Any] = {"sparsity": sparsity, "bias_scale": bias_scale, "valid_BL": valid_BL}
     out = routed_stages(update, params, router_NSD, x_BLD, positions, **options)
@@ -148,10 +178,17 @@ def routed_stages(
 
     The other arguments and the result are those of `routed_stage`.
     """
+    check_function("update", update)
+    sparsity, tau = check_stage(
+        params, router_NSD, x_BLD, positions, sparsity, bias_scale, valid_BL, "NS"
+    )
+    check_dense("anchor", anchor, anchor_params, router_NSD.shape[:1], "N")
+    check_dense("lead", lead, lead_params, router_NSD.shape[:2], "NP")
     count = routing.capacity(x_BLD.shape[1], sparsity)
-    static = _Static(update, count, bias_scale, anchor, lead, reads_stream, keeps)
+    static = _Static(update, count, tau, anchor, lead, reads_stream, keeps)
     dense_params = anchor_params, lead_params
-    return _stages(static, params, router_NSD, dense_params, x_BLD, positions, valid_BL, into)
+    arguments = (params, router_NSD, dense_params, x_BLD, positions, valid_BL, into)
+    return _stages(static, *alike(arguments))
 
 
 class _Static(NamedTuple):
@@ -170,46 +207,9 @@ def _stages(static, params, router_NSD, dense_params, x_BLD, positions, valid_BL
     return _stages_forward(static, *arguments)[0]
 
 
-# Accelerators round the operands of a float32 product (to TF32, or bfloat16) unless told not to.
-router_product = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
-
-
 def read_logits(x_BLD: jax.Array, router_SD: jax.Array) -> jax.Array:
     """Router logits [B, L, S] of all layers, in the routers' precision."""
-    return router_product("bld,sd->bls", x_BLD.astype(router_SD.dtype), router_SD)
-
-
-def at(tree: Any, *index: jax.Array) -> Any:
-    """Leaf[index] of every leaf, for traced indices of the leading axes."""
-    for i in index:
-        tree = jax.tree.map(lambda leaf, i=i: lax.dynamic_index_in_dim(leaf, i, 0, False), tree)
-    return tree
-
-
-def pick(tree: Any, index: tuple[Any, ...]) -> Any:
-    """As `at`, by one slice: where a turn of a loop does little, slices of slices copy stages."""
-
-    def one(leaf: jax.Array) -> jax.Array:
-        rest = leaf.shape[len(index) :]
-        start = [jnp.asarray(i, jnp.int32) for i in (*index, *[0] * len(rest))]
-        return lax.dynamic_slice(leaf, start, (*[1] * len(index), *rest)).reshape(rest)
-
-    return jax.tree.map(one, tree)
-
-
-def _write(tree: Any, new: Any, *index: Any) -> Any:
-    """The tree with leaf[index] = new; in place where the compiler may."""
-
-    def one(leaf: jax.Array, new: jax.Array) -> jax.Array:
-        start: list[Any] = [*index, *([0] * new.ndim)]
-        return lax.dynamic_update_slice(leaf, new[(None,) * len(index)].astype(leaf.dtype), start)
-
-    return jax.tree.map(one, tree, new)
-
-
-def _add(tree: Any, new: Any, *index: Any) -> Any:
-    """The tree with leaf[index] += new; in place where the compiler may."""
-    return _write(tree, jax.tree.map(jnp.add, at(tree, *index), new), *index)
+    return full_einsum("bld,sd->bls", x_BLD.astype(router_SD.dtype), router_SD)
 
 
 def _apply(static, kept, params, rows_BCD, positions_BC, z_BC, valid_BC, *stream):
@@ -220,6 +220,7 @@ def _apply(static, kept, params, rows_BCD, positions_BC, z_BC, valid_BC, *stream
     given = {} if kept is None else {"kept": kept}
     out = static.update(params, rows_BCD, positions_BC, jax.nn.sigmoid(z_BC), *stream, **given)
     new_BCD, kept = out if static.keeps else (out, None)
+    check_rows("update", new_BCD, rows_BCD)
     new_BCD = new_BCD.astype(rows_BCD.dtype)
     if valid_BC is not None:
         new_BCD = jnp.where(valid_BC[..., None], new_BCD, rows_BCD)
@@ -295,12 +296,13 @@ def _sparse_forward(static, params, index, router_SD, x_BLD, positions, valid_BL
             logits_BLS = routing.put_rows(logits_BLS, idx_BC, read_logits(new_BCD, router_SD))
         aux = (
             routing.alignment_loss(z_BL, mask_BL, valid_BL),
-            jnp.mean(pick.kth_B),
+            _smallest(pick.kth_B, z_BC, valid_BC),
             jnp.mean(mask_BL == (z_BL >= 0), where=valid_BL),
         )
         return (x_BLD, logits_BLS, chosen_BL + mask_BL), (aux, (idx_BC, rows_BCD, z_BL, kept))
 
-    start = (x_BLD, read_logits(x_BLD, router_SD), jnp.zeros(x_BLD.shape[:2], router_SD.dtype))
+    zeros_BL = jnp.zeros(x_BLD.shape[:2], router_SD.dtype)
+    start = (x_BLD, read_logits(x_BLD, router_SD), as_varying(zeros_BL, varying_axes(x_BLD)))
     (x_BLD, _, _), (aux, saved) = lax.scan(layer, start, jnp.arange(S))
     return x_BLD, aux, saved
 
@@ -308,8 +310,7 @@ def _sparse_forward(static, params, index, router_SD, x_BLD, positions, valid_BL
 def _stages_backward(static, residuals, bars):
     params, router_NSD, dense_params, positions, valid_BL, into, saved = residuals
     anchor_params, lead_params = dense_params
-    fresh = lambda leaf: lax.empty(leaf.shape, leaf.dtype)
-    put, sums = (_add, into) if into else (_write, jax.tree.map(fresh, (params, dense_params)))
+    put, sums = (add, into) if into else (write, fresh((params, dense_params)))
     dparams, (danchors, dleads) = sums
 
     def interval(n, carry, p, router_SD, sparse, dalign_S):
@@ -347,7 +348,8 @@ def _stages_backward(static, residuals, bars):
     items = (jnp.arange(len(router_NSD)), saved, bars.alignment_S)
     carry, dw_NSD = lax.scan(stage, start, items, reverse=True)
     dx_BLD, dparams, *ddense = carry
-    return dparams, dw_NSD, tuple(ddense), dx_BLD, None, None, None
+    gradients = without_constants((dparams, tuple(ddense)), (params, dense_params))
+    return gradients[0], dw_NSD, gradients[1], dx_BLD, None, None, None
 
 
 def _sparse_backward(
@@ -369,15 +371,16 @@ def _sparse_backward(
             (dx_BLD, g_BLS, z_BL, positions, valid_BL), idx_BC
         )
         x_BLD = routing.put_rows(x_BLD, idx_BC, rows_BCD)
+        # The stream's positions are constants, as those of the rows.
+        stream, beside = ((x_BLD,), (positions,)) if static.reads_stream else ((), ())
         apply = lambda layer, rows, z, *stream: _apply(
-            static, kept, layer, rows, positions_BC, z, valid_BC, *stream
+            static, kept, layer, rows, positions_BC, z, valid_BC, *stream, *beside
         )[0]
-        stream = (x_BLD, positions) if static.reads_stream else ()
         layer_params = at(params, n, first + s)
         new_BCD, pull = jax.vjp(apply, layer_params, rows_BCD, z_BC, *stream)
         if S > 1:
-            dw_SD += router_product("bcs,bcd->sd", g_BCS, new_BCD.astype(wide))
-            dnew_BCD += router_product("bcs,sd->bcd", g_BCS, router_SD).astype(dnew_BCD.dtype)
+            dw_SD += full_einsum("bcs,bcd->sd", g_BCS, new_BCD.astype(wide))
+            dnew_BCD += full_einsum("bcs,sd->bcd", g_BCS, router_SD).astype(dnew_BCD.dtype)
             g_BLS = routing.put_rows(g_BLS, idx_BC, jnp.zeros_like(g_BCS))
         dlayer, drows_BCD, dz_BC, *dstream = pull(dnew_BCD)
         dz_BL = _alignment_gradient(z_BL, idx_BC, valid_BL, valid_BC) * dalign
@@ -388,12 +391,12 @@ def _sparse_backward(
             dx_BLD += dstream[0]
         return (dx_BLD, x_BLD, g_BLS, dw_SD, put(dparams, dlayer, n, first + s)), None
 
-    zeros_BLS = jnp.zeros((*x_BLD.shape[:2], S), wide)
-    start = (dx_BLD, x_BLD, zeros_BLS, jnp.zeros_like(router_SD), dparams)
+    zeros = jnp.zeros((*x_BLD.shape[:2], S), wide), jnp.zeros_like(router_SD)
+    start = (dx_BLD, x_BLD, *as_varying(zeros, varying_axes(x_BLD)), dparams)
     items = (jnp.arange(S), layers, dalign_S)
     (dx_BLD, x_BLD, g_BLS, dw_SD, dparams), _ = lax.scan(layer, start, items, reverse=True)
-    dw_SD += router_product("bls,bld->sd", g_BLS, x_BLD.astype(wide))
-    dx_BLD += router_product("bls,sd->bld", g_BLS, router_SD).astype(dx_BLD.dtype)
+    dw_SD += full_einsum("bls,bld->sd", g_BLS, x_BLD.astype(wide))
+    dx_BLD += full_einsum("bls,sd->bld", g_BLS, router_SD).astype(dx_BLD.dtype)
     return dx_BLD, dparams, dw_SD
 
 
@@ -407,7 +410,15 @@ def _alignment_gradient(z_BL, idx_BC, valid_BL, valid_BC):
     dz_BL = jax.nn.sigmoid(z_BL) - mask_BL
     if valid_BL is None:
         return dz_BL / z_BL.size
-    return jnp.where(valid_BL, dz_BL, 0) / jnp.sum(valid_BL)
+    return jnp.where(valid_BL, dz_BL, 0) / jnp.maximum(jnp.sum(valid_BL), 1)
+
+
+def _smallest(kth_B, z_BC, valid_BC):
+    """Mean over sequences of the smallest logit of a selected token that is valid."""
+    if valid_BC is None:
+        return jnp.mean(kth_B)
+    least_B = jnp.min(z_BC, axis=-1, where=valid_BC, initial=jnp.inf)
+    return jnp.mean(least_B, where=jnp.any(valid_BC, axis=-1))
 
 
 def _compete(z_BL, valid_BL):

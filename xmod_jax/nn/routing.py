@@ -86,6 +86,11 @@ def bucket_sizes(context_length: int, sparsity: int) -> tuple[int, ...]:
 
 
 def alignment_loss(z_BL: jax.Array, mask_BL: jax.Array, valid_BL: jax.Array | None) -> jax.Array:
-    """Mean binary cross-entropy between the top-k mask and sigmoid(z), a scalar (SPEC 3)."""
+    """Mean binary cross-entropy between the top-k mask and sigmoid(z), a scalar (SPEC 3).
+
+    0 where no token is valid, as on a device whose sequences are padding.
+    """
     loss_BL = jax.nn.softplus(z_BL) - z_BL * mask_BL
-    return jnp.mean(loss_BL, where=valid_BL)
+    if valid_BL is None:
+        return jnp.mean(loss_BL)
+    return jnp.sum(loss_BL, where=valid_BL) / jnp.maximum(jnp.sum(valid_BL), 1)

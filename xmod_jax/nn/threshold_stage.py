@@ -21,7 +21,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from xmod_jax.nn import collectives, routing
-from xmod_jax.nn.routed_stage import Dense, RowUpdate, at, intervals, read_logits
+from xmod_jax.nn.routed_stage import Dense, RowUpdate, intervals, read_logits
+from xmod_jax.nn.stacks import at
+from xmod_jax.nn.stage_arguments import (
+    alike,
+    as_varying,
+    check_dense,
+    check_function,
+    check_rows,
+    check_stage,
+    varying_axes,
+)
 
 PAPER_THRESHOLD = 0.0  # of the biased logit: sigmoid(0) = 0.5
 # Rows that one read of a layer's parameters should serve. On CPU reading them takes as long as 40
@@ -68,9 +78,16 @@ def threshold_stage(
     """Runs the S sparse layers of one stage: token i enters layer s iff its biased logit
     ``s_i - tau * b_i`` is at least ``threshold_S[s]``; 0 is the paper's r >= 0.5.
 
-    The other arguments are those of `xmod_jax.routed_stage`. For forward passes; call it outside
-    `jax.vmap`, under which a layer runs every bucket that one of its instances needs.
+    The other arguments are those of `xmod_jax.routed_stage`. For forward passes, and derivatives in
+    forward mode (`jax.jvp`): JAX refuses reverse mode, since the rows of a layer are not known
+    while tracing. Call it outside `jax.vmap`, under which a layer runs every bucket that one of its
+    instances needs.
+
+    Raises:
+      ValueError: an argument of the wrong shape, dtype or value; names it.
     """
+    arguments = (params, router_SD, x_BLD, positions, sparsity, bias_scale, valid_BL)
+    check_stage(*arguments, "S", threshold_S)
     params, router_NSD = jax.tree.map(lambda leaf: leaf[None], (params, router_SD))
     options: dict[str, Any] = {"sparsity": sparsity, "bias_scale": bias_scale, "valid_BL": valid_BL}
     threshold_NS = threshold_S[None]
@@ -100,8 +117,17 @@ def threshold_stages(
     Arguments as `routed_stages`'; for forward passes. Call it outside `jax.vmap`, under which a
     layer runs every bucket that one of its instances needs.
     """
+    check_function("update", update)
+    arguments = (params, router_NSD, x_BLD, positions, sparsity, bias_scale, valid_BL)
+    sparsity, bias_scale = check_stage(*arguments, "NS", threshold_NS)
+    check_dense("anchor", anchor, anchor_params, router_NSD.shape[:1], "N")
+    check_dense("lead", lead, lead_params, router_NSD.shape[:2], "NP")
     B, L, _ = x_BLD.shape
     real_BL = jnp.ones((B, L), bool) if valid_BL is None else valid_BL
+    dense = anchor_params, lead_params
+    given = alike((params, router_NSD, x_BLD, positions, real_BL, threshold_NS, dense))
+    params, router_NSD, x_BLD, positions, real_BL, threshold_NS, dense = given
+    anchor_params, lead_params = dense
     sizes = routing.bucket_sizes(L, sparsity)
     buckets = [_bucket(update, size, reads_stream) for size in sizes[1:]]
 
@@ -200,7 +226,8 @@ def _run_interval(run, router_SD, x_BLD, threshold_S, bias_scale, real_BL):
         carry = (x_BLD, logits_BLS, chosen_BL + mask_BL, mask_BL, overlap_B, pairs_B + pair_B)
         return carry, jnp.sum(mask_BL, axis=-1)
 
-    zeros_BL, zeros_B = jnp.zeros((B, L), wide), jnp.zeros(B, wide)
+    zeros = jnp.zeros((B, L), wide), jnp.zeros(B, wide)
+    zeros_BL, zeros_B = as_varying(zeros, varying_axes(x_BLD))
     start = (x_BLD, read_logits(x_BLD, router_SD), zeros_BL, zeros_BL > 0, zeros_B, zeros_B)
     items = (jnp.arange(S), threshold_S)
     (x_BLD, _, chosen_BL, _, overlap_B, pairs_B), routed_SB = lax.scan(layer, start, items)
@@ -221,7 +248,9 @@ def _bucket(update: RowUpdate, size: int, reads_stream: bool):
         score_BM = jax.nn.sigmoid(take(z_BL))
         stream = (x_BLD, positions) if reads_stream else ()
         rows_BMD, data = take(x_BLD), jax.tree.map(take, positions)
-        new_BMD = update(layer, rows_BMD, data, score_BM, *stream).astype(x_BLD.dtype)
+        new_BMD = update(layer, rows_BMD, data, score_BM, *stream)
+        check_rows("update", new_BMD, rows_BMD)
+        new_BMD = new_BMD.astype(x_BLD.dtype)
         x_BLD = routing.put_rows(x_BLD, idx_BM, new_BMD)
         if len(router_SD) > 1:
             new_logits_BMS = read_logits(new_BMD, router_SD)

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from xmod_jax.nn.precision import full_einsum
+
 CHUNK_ELEMENTS = 1 << 23  # logits of one chunk: 32 MiB in float32
 
 
@@ -65,11 +67,16 @@ def _chunk(x_TD, head_DV, target_T):
     return logits_TV, norm_T, norm_T - hit_T
 
 
+def _weighted(loss_T, weight_T):
+    """Sum of weight * loss, whose terms no accelerator may round."""
+    return full_einsum("t,t->", loss_T, weight_T)
+
+
 @jax.custom_vjp
 def _summed(x_nTD, head_DV, target_nT, weight_nT):
     def chunk(total, item):
         x_TD, target_T, weight_T = item
-        return total + _chunk(x_TD, head_DV, target_T)[2] @ weight_T, None
+        return total + _weighted(_chunk(x_TD, head_DV, target_T)[2], weight_T), None
 
     start = jnp.zeros((), jnp.promote_types(jnp.float32, x_nTD.dtype))
     return lax.scan(chunk, start, (x_nTD, target_nT, weight_nT))[0]
@@ -88,7 +95,7 @@ def _summed_forward(x_nTD, head_DV, target_nT, weight_nT):
         dlogits_TV = dlogits_TV.astype(x_TD.dtype)
         dhead_DV += jnp.matmul(x_TD.T, dlogits_TV, preferred_element_type=wide)
         dx_TD = dlogits_TV @ head_DV.T.astype(x_TD.dtype)
-        return (total + loss_T @ weight_T, dhead_DV), dx_TD
+        return (total + _weighted(loss_T, weight_T), dhead_DV), dx_TD
 
     start = jnp.zeros((), wide), jnp.zeros(head_DV.shape, wide)
     (total, dhead_DV), dx_nTD = lax.scan(chunk, start, (x_nTD, target_nT, weight_nT))
@@ -97,7 +104,9 @@ def _summed_forward(x_nTD, head_DV, target_nT, weight_nT):
 
 def _summed_backward(saved, bar):
     dx_nTD, dhead_DV = saved
-    return dx_nTD * bar.astype(dx_nTD.dtype), dhead_DV * bar.astype(dhead_DV.dtype), None, None
+    # In the precision of `bar`, a number of tokens' inverse: rounded, it would scale all gradients.
+    scaled = lambda gradient: (gradient * bar).astype(gradient.dtype)
+    return scaled(dx_nTD), scaled(dhead_DV), None, None
 
 
 _summed.defvjp(_summed_forward, _summed_backward)
