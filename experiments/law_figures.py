@@ -27,9 +27,10 @@ from xmod_jax.law.terms import Draws, Law
 
 Array = NDArray[np.float64]
 
+SIZE = (6.4, 4.8)  # inches
 BAND = 0.02  # nats, of the parity plot
 _LABELS = {"K": "token sparsity K", "L/K": "routed tokens of a sparse layer, L / K"}
-_DELTA = "loss minus dense loss at equal FLOPs, nats"
+_DELTA = "loss minus dense, nats (equal FLOPs)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +43,11 @@ class Points:
 
 
 def figures(
-    table: Table, law: Law, parity_points: Sequence[Points], draws: Draws | None = None
+    table: Table,
+    law: Law,
+    parity_points: Sequence[Points],
+    draws: Draws | None = None,
+    size: tuple[float, float] = SIZE,
 ) -> dict[str, Figure]:
     """All figures by file name; those whose sweep is not among the observations are left out.
 
@@ -51,20 +56,26 @@ def figures(
       law: the law fitted to them.
       parity_points: what the parity plot shows.
       draws: for bands around the curves.
+      size: of a figure with two rows of legend, in inches.
     """
     by_context = _sweep(table, "L", table.n_act)
     drawn = {
-        "delta_by_context": curves(by_context, law, "L", "K", draws),
-        "delta_by_routed_tokens": curves(by_context, law, "L", "L/K", draws),
-        "delta_by_size": curves(_sweep(table, "n_act", table.L), law, "n_act", "K", draws),
-        "delta_by_stride": curves(_stride_sweep(table), law, "A", "K", draws),
-        "parity": parity(parity_points),
+        "delta_by_context": curves(by_context, law, "L", "K", draws, size),
+        "delta_by_routed_tokens": curves(by_context, law, "L", "L/K", draws, size),
+        "delta_by_size": curves(_sweep(table, "n_act", table.L), law, "n_act", "K", draws, size),
+        "delta_by_stride": curves(_stride_sweep(table), law, "A", "K", draws, size),
+        "parity": parity(parity_points, size),
     }
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
 def curves(
-    table: Table, law: Law, by: str, against: str, draws: Draws | None = None
+    table: Table,
+    law: Law,
+    by: str,
+    against: str,
+    draws: Draws | None = None,
+    size: tuple[float, float] = SIZE,
 ) -> Figure | None:
     """Delta against K or L/K, a curve for each value of a variable; None for an empty table.
 
@@ -74,10 +85,11 @@ def curves(
       by: ``"L"``, ``"n_act"`` or ``"A"``.
       against: ``"K"`` or ``"L/K"``.
       draws: for bands.
+      size: in inches, with two rows of legend.
     """
     if not len(table):
         return None
-    drawn = Figure(figsize=(6.4, 4.4), layout="constrained")
+    drawn = Figure(figsize=size, layout="constrained")
     axes = drawn.subplots()
     column = identifiability.one_size(table.n_act) if by == "n_act" else getattr(table, by)
     values = np.unique(column)
@@ -92,10 +104,9 @@ def curves(
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: tables.number(x)))
     series.numbers(axes.yaxis)
     axes.set_xlabel(_LABELS[against])
-    axes.set_ylabel(_DELTA)
+    axes.set_ylabel(_DELTA, fontsize=9)
     axes.grid(alpha=0.25)
-    axes.legend(fontsize=8)
-    return drawn
+    return series.legend(drawn, axes)
 
 
 def _curve(
@@ -119,12 +130,12 @@ def _curve(
         axes.fill_between(x(K), low, high, color=look.color, alpha=0.15, linewidth=0)
 
 
-def parity(points: Sequence[Points]) -> Figure | None:
+def parity(points: Sequence[Points], size: tuple[float, float] = SIZE) -> Figure | None:
     """Predicted against observed Delta with the band of +-0.02 nats; None without points."""
     points = [group for group in points if len(group.observed)]
     if not points:
         return None
-    drawn = Figure(figsize=(5, 5), layout="constrained")
+    drawn = Figure(figsize=size, layout="constrained")
     axes = drawn.subplots()
     everything = np.concatenate([np.concatenate([p.observed, p.predicted]) for p in points])
     low, high = everything.min() - BAND, everything.max() + BAND
@@ -149,8 +160,7 @@ def parity(points: Sequence[Points]) -> Figure | None:
     axes.set_xlabel("observed Delta, nats")
     axes.set_ylabel("predicted Delta, nats")
     axes.grid(alpha=0.25)
-    axes.legend(fontsize=8, loc="upper left")
-    return drawn
+    return series.legend(drawn, axes)
 
 
 def write(drawn: Mapping[str, Figure], folder: pathlib.Path) -> list[pathlib.Path]:

@@ -116,9 +116,10 @@ def _compare(
         extent = "all" if count == law.n_observations else f"{law.n_observations}, with all"
         told = f"Fitted on {extent} {count} observations of the runs shown{which}."
     else:
+        which = "none" if unknown == count else f"only {count - unknown}"
         told = (
-            f"NOT fitted on the runs shown: of their {count} observations {unknown} are not among "
-            f"the {law.n_observations} that were fitted."
+            f"NOT fitted on the runs shown: {which} of their {count} observations stands among the "
+            f"{law.n_observations} that were fitted."
         )
     return kinds[loss], new[loss], not unknown, told
 

@@ -21,7 +21,6 @@ from experiments.report_data import Configuration
 from experiments.series import Style
 
 SIZE = (4.2, 3.6)  # inches, with a legend of two rows
-_LEGEND_ROW = 0.18  # inches, of every further one
 # What the curves of a figure may differ in, what it is called, and its legend.
 _VARIABLES: tuple[tuple[Callable[[Configuration], Any], str, str], ...] = (
     (lambda c: c.context, "L", "L = {}"),
@@ -177,7 +176,7 @@ def training_curves(configurations: Configurations) -> Figure | None:
     room = max(0.05, 0.04 * (highest - lowest))
     axes.set_ylim(lowest - room, highest + room)
     series.numbers(axes.yaxis)
-    return _legend(drawn, axes)
+    return series.legend(drawn, axes)
 
 
 def _figure(x_label: str, title: str) -> tuple[Figure, Axes]:
@@ -193,20 +192,7 @@ def _figure(x_label: str, title: str) -> tuple[Figure, Axes]:
 def _finish(drawn: Figure, axes: Axes, shown: Configurations) -> Figure:
     """The loss axis of what is shown, and the legend."""
     series.frame(axes, [c.loss for c in shown if c.loss is not None])
-    return _legend(drawn, axes)
-
-
-def _legend(drawn: Figure, axes: Axes) -> Figure:
-    handles, labels = axes.get_legend_handles_labels()
-    if handles:
-        widest = max(map(len, labels))
-        columns = 1 if widest > 28 else 2 if widest > 14 else 3
-        rows = -(-len(handles) // columns)
-        drawn.set_size_inches(SIZE[0], SIZE[1] + _LEGEND_ROW * max(0, rows - 2))
-        drawn.legend(
-            handles, labels, loc="outside lower center", ncols=columns, fontsize=8, frameon=False
-        )
-    return drawn
+    return series.legend(drawn, axes)
 
 
 def _groups(configurations: Iterable[Configuration], key) -> dict:

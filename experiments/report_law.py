@@ -19,6 +19,12 @@ _CAPTIONS = {
     "delta_by_size": "Loss difference to dense against K for each N_act: points {} and the law.",
     "delta_by_stride": "Loss difference to dense against K for each A: points {} and the law.",
 }
+_NAMES = {
+    "n_act": "N_act",
+    "n_total/n_act": "N/N_act",
+    "dense_tokens": "tokens of the dense reference",
+    "K_strided": "K where A is not 1",
+}
 _GROUPS = ("withheld", "rows", "RMSE, nats", "mean error, nats")
 _NOT_RECORDED = "not recorded"
 
@@ -55,14 +61,12 @@ def section(page: Page, path: pathlib.Path, runs: Sequence[pathlib.Path]) -> Non
 
 
 def _draw(page: Page, law: LawFile, evidence: Evidence) -> str:
-    table = evidence.table
+    table, size = evidence.table, report_figures.SIZE
     drawn = {}
     if table is not None:
-        drawn = law_figures.figures(table, law.law, evidence.points, law.bootstrap)
-    elif (parity := law_figures.parity(evidence.points)) is not None:
+        drawn = law_figures.figures(table, law.law, evidence.points, law.bootstrap, size)
+    elif (parity := law_figures.parity(evidence.points, size)) is not None:
         drawn = {"parity": parity}
-    for figure in drawn.values():
-        figure.set_size_inches(*report_figures.SIZE)
     which = "shown here" if evidence.new else "fitted"
     if law.bootstrap is not None:
         which += f", band: {law.bootstrap.level:.0%} interval of the law"
@@ -95,6 +99,7 @@ def _quality(law: LawFile) -> list[tuple[str, str]]:
         ("R² of the difference", _known(law.r2_delta)),
         ("RMSE on them, nats", _known(law.rmse)),
         ("MAE on them, nats", _known(law.mae)),
+        ("RMSE on withheld ones, nats", _withheld(law.validated)),
         ("fitted range", "; ".join(ranges) or _NOT_RECORDED),
         ("independent starts agree", "yes" if law.seeds_agree else "no"),
     ]
@@ -106,14 +111,30 @@ def _quality(law: LawFile) -> list[tuple[str, str]]:
     return [*facts, ("intervals", told)]
 
 
+def _withheld(validated: Mapping[str, Any]) -> str:
+    errors = {
+        _NAMES.get(name, name): found["rmse"]
+        for name, found in validated.items()
+        if isinstance(found, Mapping) and _is_number(found.get("rmse"))
+    }
+    return "; ".join(f"{name}: {_error(value)}" for name, value in errors.items()) or _NOT_RECORDED
+
+
 def _range(name: str, low: float, high: float) -> str:
     write = tables.short if name in ("n_act", "dense_tokens") else tables.number
-    return f"{name} {write(low)} to {write(high)}"
+    return f"{_NAMES.get(name, name)} {write(low)} to {write(high)}"
 
 
 def _known(value: Any) -> str:
-    known = isinstance(value, int | float) and not isinstance(value, bool)
-    return tables.number(value) if known else _NOT_RECORDED
+    return tables.number(value) if _is_number(value) else _NOT_RECORDED
+
+
+def _error(value: Any, sign: str = "") -> str:
+    return tables.fixed(value, sign=sign) if _is_number(value) else tables.UNKNOWN
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _held_out(validated: Mapping[str, Any]) -> list[tuple[str, ...]]:
@@ -127,17 +148,22 @@ def _held_out(validated: Mapping[str, Any]) -> list[tuple[str, ...]]:
             continue
         groups = [group for group in _list(found.get("groups")) if isinstance(group, Mapping)]
         for group in groups:
-            label = f"{variable} = {_value(variable, group.get('value'))}"
+            label = f"{_NAMES.get(variable, variable)} = {_value(variable, group.get('value'))}"
             if refused := group.get("refused"):
                 rows.append((f"{label}, not predicted: {refused}", "-", "-", "-"))
                 continue
             error = group.get("mean_error")
-            signed = tables.fixed(error, sign="+") if isinstance(error, int | float) else "-"
-            rows.append((label, _known(group.get("rows")), _known(group.get("rmse")), signed))
-        name = "beyond the range" if variable == "beyond" else f"every {variable}"
+            rows.append(
+                (label, _known(group.get("rows")), _error(group.get("rmse")), _error(error, "+"))
+            )
+        name = (
+            "beyond the range"
+            if variable == "beyond"
+            else f"every {_NAMES.get(variable, variable)}"
+        )
         counts = [count for group in groups if isinstance(count := group.get("rows"), int)]
         count = found.get("rows", sum(counts))
-        rows.append((name, _known(count), _known(found.get("rmse")), "-"))
+        rows.append((name, _known(count), _error(found.get("rmse")), "-"))
     return rows
 
 

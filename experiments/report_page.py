@@ -79,6 +79,7 @@ details{margin:.75rem 0}summary{cursor:pointer}
 """
 
 
+_NARROW = 5  # columns that fit a phone
 _LONG = 20  # characters of a cell that stay on one line
 
 
@@ -98,10 +99,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], title: str) -> s
         for first, *others in rows
     )
     # Focusable, so that it can be scrolled from the keyboard.
+    wide = len(header) > _NARROW
+    hint = "Where it is wider than the window, this table scrolls sideways."
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{text(title)}"><table>'
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
-        f'<p class="soft scrolls">Wider than this window, the table scrolls sideways.</p>'
+        + (f'<p class="soft scrolls">{hint}</p>' if wide else "")
     )
 
 

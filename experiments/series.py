@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.figure import Figure
 from matplotlib.ticker import Formatter, NullLocator
 
 from experiments import tables
@@ -35,6 +36,7 @@ _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#7
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h")
 _LINES = ("-", "--", "-.", ":")
 _DENSE = "-."
+_ROW = 0.18  # inches of height that a row of a legend takes
 _LABEL = 40  # most characters of a name in a figure
 _SMALLEST_SPAN = 2e-3  # nats; below it, losses are equal
 _LABELLED = 12  # most ticks of K, evenly spread
@@ -139,6 +141,22 @@ def frame(axes: Axes, spreads: Sequence[Spread]) -> None:
             told = f"{far} above the figure, up to {tables.number(max(losses))}"
             axes.text(0.98, 0.97, told, transform=axes.transAxes, ha="right", va="top", fontsize=8)
     numbers(axes.yaxis)
+
+
+def legend(drawn: Figure, axes: Axes) -> Figure:
+    """Puts the legend below the axes, where it covers nothing; the figure grows from the third row.
+
+    A column takes what its longest label needs.
+    """
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        width, height = drawn.get_size_inches()
+        columns = max(1, min(4, len(labels), int(width / (0.5 + 0.075 * max(map(len, labels))))))
+        rows = -(-len(labels) // columns)
+        drawn.set_size_inches(width, height + _ROW * max(0, rows - 2))
+        options: dict[str, Any] = {"ncols": columns, "fontsize": 8, "frameon": False}
+        drawn.legend(handles, labels, loc="outside lower center", **options)
+    return drawn
 
 
 def sparsities(axes: Axes, values: Iterable[int]) -> None:
