@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pathlib
+import warnings
+from collections.abc import Iterator
 
 import matplotlib
 from matplotlib.figure import Figure
 
 from xmod_jax import storage
+
+
+@contextlib.contextmanager
+def any_text() -> Iterator[None]:
+    """While figures are drawn: a sign that Matplotlib's font lacks is a box, without a warning."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")
+        yield
 
 
 def save(figure: Figure, folder: pathlib.Path, name: str) -> pathlib.Path:
@@ -22,7 +33,8 @@ def save(figure: Figure, folder: pathlib.Path, name: str) -> pathlib.Path:
     with matplotlib.rc_context({"svg.hashsalt": "xmod_jax"}):
         for ending, metadata in (("svg", {"Date": None}), ("png", None)):
             content = io.BytesIO()
-            figure.savefig(content, format=ending, dpi=160, metadata=metadata)
+            with any_text():
+                figure.savefig(content, format=ending, dpi=160, metadata=metadata)
             path = folder / f"{name}.{ending}"
             storage.write_atomically(path, content.getvalue())
     return path

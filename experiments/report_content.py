@@ -25,7 +25,6 @@ from xmod_jax.records import RunRecord, Status
 
 RESULTS = (
     "run",
-    "architecture",
     "seeds",
     "loss",
     "- dense",
@@ -36,6 +35,7 @@ RESULTS = (
 )
 MODELS = (
     "run",
+    "architecture",
     "K",
     "A",
     "L",
@@ -171,7 +171,6 @@ def row(configuration: Configuration) -> tuple[str, ...]:
     seeds = [str(result.run.train.seed) for result in configuration.results]
     return (
         configuration.name,
-        draw.architecture(configuration),
         ", ".join(seeds),
         _cell(configuration.loss),
         _cell(configuration.delta, sign="+"),
@@ -189,6 +188,7 @@ def model_row(configuration: Configuration) -> tuple[str, ...]:
     tokens, flops = final("tokens"), final("flops")
     return (
         configuration.name,
+        draw.architecture(configuration),
         str(configuration.sparsity) if configuration.sparse else "-",
         tables.number(configuration.stride) if configuration.sparse else "-",
         str(configuration.context),

@@ -10,6 +10,7 @@ import collections
 import dataclasses
 import functools
 import pathlib
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
@@ -166,8 +167,11 @@ def _sweep(
     )
 
 
-def _place(order: list[str], name: str) -> int:
-    return order.index(name) if name in order else len(order)
+def _place(order: list[str], name: str) -> tuple[int, list[tuple[bool, int, str]]]:
+    """Sorts by the experiment's order; other names behind it, their numbers as numbers."""
+    parts = re.findall(r"\d+|\D+", name)
+    natural = [(p.isdecimal(), int(p[:18]) if p.isdecimal() else 0, p) for p in parts]
+    return (order.index(name) if name in order else len(order)), natural
 
 
 def _distinct(runs: list[RunRecord]) -> list[RunRecord]:

@@ -298,7 +298,8 @@ def _log_counts(axes: Axes) -> None:
 
 def _smoothed(steps: list[dict]) -> tuple[np.ndarray, np.ndarray] | None:
     """Tokens and running mean of the loss, thinned; None without losses."""
-    points = [(step["tokens"], step["loss"]) for step in steps if {"tokens", "loss"} <= step.keys()]
+    pairs = [(step.get("tokens"), step.get("loss")) for step in steps]
+    points = [pair for pair in pairs if None not in pair]
     if len(points) < 2:
         return None
     tokens, losses = np.array(points, float).T

@@ -5,9 +5,12 @@ from __future__ import annotations
 import colorsys
 import io
 import re
+from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
+
+from experiments import figure_files
 
 _TAG = re.compile(r"<[^>]*>")
 _HEX = re.compile(r"#([0-9a-f]{6})\b")
@@ -62,7 +65,8 @@ def inline(figure: Figure, name: str, title: str, palette: Palette) -> str:
       palette: takes note of the colours.
     """
     out = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+    settings: dict[str, Any] = {"svg.fonttype": "none", "svg.hashsalt": name}
+    with matplotlib.rc_context(settings), figure_files.any_text():
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
     text = out.getvalue()
     text = text[text.index("<svg") :]

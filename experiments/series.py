@@ -17,6 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import Formatter, NullLocator
+from numpy.typing import NDArray
 
 from experiments import tables
 from experiments.spread import Spread
@@ -139,7 +140,9 @@ def frame(axes: Axes, spreads: Sequence[Spread]) -> None:
         axes.set_ylim(lowest - room, max(inside) + room)
         if far := len(losses) - len(inside):
             told = f"{far} above the figure, up to {tables.number(max(losses))}"
-            axes.text(0.98, 0.97, told, transform=axes.transAxes, ha="right", va="top", fontsize=8)
+            place: dict[str, Any] = {"transform": axes.transAxes, "ha": "right", "va": "top"}
+            box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85}
+            axes.text(0.98, 0.97, told, fontsize=8, bbox=box, **place)
     numbers(axes.yaxis)
 
 
@@ -186,20 +189,19 @@ class _Plain(Formatter):
     """As few digits as tell the ticks apart."""
 
     def __call__(self, value: float, position: int | None = None) -> str:
-        largest = np.abs(self.locs).max(initial=abs(value))
-        if largest >= 1e6:
-            return tables.number(value, self._digits())
-        return f"{value:.{self._decimals()}f}"
+        return tables.number(value)
 
-    def _decimals(self) -> int:
-        step = np.diff(np.sort(self.locs)).min(initial=np.inf)
-        for decimals in range(9):
-            if np.abs(np.round(self.locs, decimals) - self.locs).max(initial=0) < 1e-3 * step:
-                return decimals
-        return 9
+    def format_ticks(self, values: Sequence[float]) -> list[str]:
+        ticks = np.sort(np.asarray(values, float))
+        if np.abs(ticks).max(initial=0) >= 1e6:
+            digits = next((d for d in range(3, 10) if _distinct(ticks, d)), 10)
+            return [tables.number(value, digits) for value in values]
+        step = np.diff(ticks).min(initial=np.inf)
+        rounded = (d for d in range(9) if np.abs(np.round(ticks, d) - ticks).max() < 1e-3 * step)
+        decimals = next(rounded, 9) if len(ticks) else 0
+        # Adding 0 makes a zero of a negative one.
+        return [f"{round(value, decimals) + 0.0:.{decimals}f}" for value in values]
 
-    def _digits(self) -> int:
-        for digits in range(3, 10):
-            if len({tables.number(at, digits) for at in self.locs}) == len(self.locs):
-                return digits
-        return 10
+
+def _distinct(ticks: NDArray[np.float64], digits: int) -> bool:
+    return len({tables.number(tick, digits) for tick in ticks}) == len(set(ticks))
