@@ -113,8 +113,8 @@ def _compare(
     count, unknown = len(sparse[loss]), len(new[loss])
     which = "" if loss == sweeps.Loss.CALIBRATED else f" (their {loss} losses)"
     if not unknown:
-        extent = "all" if count == law.n_observations else f"{law.n_observations}, with all"
-        told = f"Fitted on {extent} {count} observations of the runs shown{which}."
+        others = f"{law.n_observations} observations, among them " * (count < law.n_observations)
+        told = f"Fitted on {others}all {count} observations of the runs shown{which}."
     else:
         which = "none" if unknown == count else f"only {count - unknown}"
         told = (

@@ -103,28 +103,33 @@ def _diagnostics(layers: int, sparsity: int) -> Diagnostics:
     return Diagnostics(sparsity, 8, intervals, intervals, 0.98)
 
 
-def test_the_curves_pass_the_integer_heights_and_never_fall_below_0():
-    shares = independent_subsets(16, 16).updates
-    shares[5] = 0.2  # a bump that a cubic spline would overshoot around
-    x, y = diagnostics_figure.smooth(shares)
-    assert y.min() >= 0 and y.max() <= shares.max() + 1e-12
-    np.testing.assert_allclose(np.interp(np.arange(17), x, y), shares, atol=1e-12)
+def test_shares_stand_at_whole_numbers_of_updates_alone():
+    found = _diagnostics(16, 16)
+    axes = diagnostics_figure.figure({"a": found}).axes[0]
+    calibrated, threshold = axes.containers
+    for bars, intervals in ((calibrated, found.calibrated[0]), (threshold, found.threshold[0])):
+        middles = [bar.get_x() + bar.get_width() / 2 for bar in bars]
+        assert [round(middle) for middle in middles] == list(range(17))
+        assert [bar.get_height() for bar in bars] == pytest.approx(list(intervals.shares))
+    (independent,) = axes.lines
+    assert list(independent.get_xdata()) == list(range(17))
+    assert independent.get_linestyle() == "None"
 
 
-def test_a_panel_for_each_model_and_length_with_the_binomial_dashed():
+def test_a_panel_for_each_model_and_length_told_apart_without_colour():
     short = _diagnostics(8, 4)
     both = dataclasses.replace(
         short,
         calibrated=(*_diagnostics(16, 4).calibrated, *short.calibrated),
         threshold=(*_diagnostics(16, 4).threshold, *short.threshold),
     )
-    figure = diagnostics_figure.figure({"a": _diagnostics(16, 16), "b": both})
+    figure = diagnostics_figure.figure({"a": _diagnostics(16, 16), "$_b": both})
     titles = [axes.get_title() for axes in figure.axes if axes.get_visible()]
-    assert titles == ["a, K = 16, T = 16", "b, K = 4, T = 16", "b, K = 4, T = 8"]
+    assert titles == ["a, K = 16, T = 16", r"\$_b, K = 4, T = 16", r"\$_b, K = 4, T = 8"]
     for axes in figure.axes[:3]:
-        dashed = [line for line in axes.lines if line.get_linestyle() == "--"]
-        assert [line.get_label() for line in dashed] == ["independent (binomial)"]
-        assert {line.get_marker() for line in axes.lines} == {"None", "o", "s"}
+        assert [bars[0].get_hatch() for bars in axes.containers] == [None, "////"]
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert sorted(labels) == ["calibrated threshold", "independent (binomial)", "threshold 0.5"]
 
 
 def test_collapse_is_visible_at_both_ends():

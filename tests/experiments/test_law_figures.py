@@ -16,12 +16,20 @@ POINTS = Points("fitted", TABLE.delta, TABLE.delta + 0.01)
 
 
 def _labels(figure):
-    return [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    return [text.get_text() for text in figure.legends[0].get_texts()]
 
 
 def _lines(figure, marked):
     """Curves of points (marked) or of the law."""
-    return [line for line in figure.axes[0].get_lines() if (line.get_marker() == "o") == marked]
+    drawn = [line for line in figure.axes[0].get_lines() if len(line.get_xdata())]
+    return [line for line in drawn if (line.get_linestyle() == "None") == marked]
+
+
+def test_curves_are_told_apart_without_colour():
+    for name, figure in law_figures.figures(TABLE, Law.paper(), [POINTS, POINTS]).items():
+        handles = figure.legends[0].legend_handles
+        looks = {(handle.get_marker(), handle.get_linestyle()) for handle in handles}
+        assert len(looks) == len(handles), name
 
 
 def test_every_figure_shows_the_observations_of_its_sweep():

@@ -1,5 +1,6 @@
 """A sweep ends with a table and a figure of loss against K beside the dense reference."""
 
+import dataclasses
 import io
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from experiments import registry, summary
 from experiments.progress import Display
 from experiments.runner import Outcome, run_all
-from tests.experiments.fake_training import loss_of, trainer
+from tests.experiments.fake_training import final_record, loss_of, trainer
 from xmod_jax import records
 
 
@@ -41,17 +42,66 @@ def test_the_table_compares_every_run_with_dense_at_matched_flops(swept):
 
 
 @pytest.mark.parametrize("name", ["k_sweep_32k", "scale_sweep_32k", "main_556m"])
-def test_the_figure_is_written_with_dense_and_all_three_losses(swept, name):
+def test_the_figure_is_written_with_one_line_for_each_curve(swept, name):
     experiment, workdir = swept(name)
     summary.write(experiment, workdir)
     assert (workdir / "loss_against_k.png").stat().st_size > 10_000
     assert (workdir / "loss_against_k.svg").read_text().startswith("<?xml")
     axes = summary.figure(experiment, summary.results(experiment, workdir)).axes[0]
-    legend = axes.get_legend()
-    assert legend is not None
-    texts = " | ".join(text.get_text() for text in legend.get_texts())
-    for expected in ("dense", "calibrated threshold", "threshold 0.5", "top-k (not causal)"):
-        assert expected in texts
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert len(axes.lines) == len(labels) and any("dense" in label for label in labels)
+    looks = {(line.get_marker(), line.get_linestyle(), line.get_label()) for line in axes.lines}
+    assert len(looks) == len(labels)
+
+
+def _result(run, seed, loss, dense=None):
+    run = dataclasses.replace(run, train=dataclasses.replace(run.train, seed=seed))
+    return summary.Result(run, {"loss_calibrated": loss}, dense)
+
+
+def test_seeds_make_one_point_with_its_spread():
+    experiment = registry.get("k_sweep_32k", "mini")
+    rows = [
+        _result(experiment.run(name), seed, loss + 0.1 * seed)
+        for name, loss in (("dense", 2.5), ("xmod_a1k4", 2.4), ("xmod_a1k8", 2.3))
+        for seed in range(3 if name != "xmod_a1k8" else 1)
+    ]
+    axes = summary.figure(experiment, rows).axes[0]
+    (curve,) = axes.containers
+    assert list(curve.lines[0].get_xdata()) == [4, 8]
+    assert list(curve.lines[0].get_ydata()) == pytest.approx([2.5, 2.3])
+    bars = curve.lines[2][0].get_segments()
+    assert bars[0][:, 1] == pytest.approx([2.5 - 0.1 / 3**0.5, 2.5 + 0.1 / 3**0.5])
+    dense = next(line for line in axes.lines if line.get_label() == "dense")
+    assert list(dense.get_ydata()) == pytest.approx([2.6, 2.6])
+    assert len(axes.patches) == 1
+
+
+def test_runs_that_share_a_k_stand_by_themselves(swept):
+    experiment, workdir = swept("ablations")
+    axes = summary.figure(experiment, summary.results(experiment, workdir)).axes[0]
+    labels = {text.get_text() for text in axes.get_legend().get_texts()}
+    assert labels == {"dense", "X-MoD, A = 1"} | {run.name for run in experiment.runs[2:]}
+
+
+def test_a_seed_is_compared_with_the_dense_run_of_its_own():
+    experiment = registry.get("k_sweep_32k", "mini")
+    finished = []
+    for seed, loss in ((0, 2.5), (1, 2.7)):
+        for run in experiment.override(seed=seed).select(["dense", "xmod_a1k8"]):
+            final = final_record(run) | {"loss_calibrated": loss}
+            finished.append((run, final))
+    alone = experiment.override(seed=2).run("xmod_a1k8")
+    results = summary.compare([*finished, (alone, final_record(alone))])
+    assert [result.dense_loss for result in results] == [2.5, 2.5, 2.7, 2.7, None]
+
+
+def test_no_number_is_written_as_a_machine_does():
+    experiment = registry.get("k_sweep_32k", "paper")
+    run = experiment.run("xmod_a1k8")
+    final = final_record(run) | {"coverage": None, "jaccard": None, "tokens": 1.88e18}
+    row = summary.table([summary.Result(run, final, None)]).splitlines()[1].split()
+    assert row[-4:] == ["-", "-", "1.88e18", "1e20"]
 
 
 def test_unfinished_sweeps_show_what_they_have(swept):
