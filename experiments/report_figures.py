@@ -59,7 +59,7 @@ def against_sparsity(configurations: Configurations) -> list[tuple[Figure, str]]
             drawn.append((figure, f"Loss against K for each {name}; dense as level lines."))
     sparse = [c for c in configurations if c.sparse]
     if not drawn and len({c.sparsity for c in sparse}) > 1:
-        curves = _groups(sparse, lambda c: (architecture(c), c.family, c.context, _stride(c)))
+        curves = _groups(sparse, lambda c: (architecture(c), c.family, c.context, _own(c)))
         figure = _over_sparsity(configurations, curves, _labels(curves))
         drawn.append((figure, "Loss against K; dense as level lines."))
     return drawn
@@ -68,7 +68,8 @@ def against_sparsity(configurations: Configurations) -> list[tuple[Figure, str]]
 def _over_sparsity(configurations: Configurations, curves: dict, labels: dict) -> Figure:
     drawn, axes = _figure("token sparsity K", "Loss against K")
     for index, (value, members) in enumerate(curves.items()):
-        _curve(axes, members, lambda c: c.sparsity, index, labels[value])
+        distinct = len({c.sparsity for c in members}) == len(members)
+        _curve(axes, members, lambda c: c.sparsity, index, labels[value], joined=distinct)
     levels = _dense_levels(axes, configurations, list(curves.values()))
     shown = [c for members in curves.values() for c in members]
     series.sparsities(axes, {c.sparsity for c in shown})
@@ -220,6 +221,12 @@ def _curves(configurations: Configurations, by: Callable, x: Callable) -> dict:
 def _stride(configuration: Configuration) -> float:
     """A where it means something: 0 for anything but X-MoD."""
     return configuration.stride if configuration.config.architecture == "xmod" else 0.0
+
+
+def _own(configuration: Configuration) -> float:
+    """A of every architecture that chooses it beside K; else 0."""
+    chosen = configuration.config.architecture not in ("mod", "xmod_ablation")
+    return configuration.stride if chosen else 0.0
 
 
 def _depth(configuration: Configuration) -> float:

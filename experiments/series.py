@@ -166,6 +166,7 @@ def sparsities(axes: Axes, values: Iterable[int]) -> None:
     """A logarithmic axis of K whose ticks are the given K, without those that would collide."""
     ticks = sorted(set(values))
     if not ticks:
+        axes.set_xticks([])  # level lines alone
         return
     axes.set_xscale("log", base=2)
     low, high = ticks[0] / 1.15, ticks[-1] * 1.15

@@ -27,6 +27,10 @@ from xmod_jax.law.observations import FLOPS_TOLERANCE
 from xmod_jax.records import Record
 
 FIGURE = "loss_against_k"
+_OWN_STRIDE = ("mod", "xmod_ablation")  # whose A follows from K, or is that of their layers
+_BESIDE = 0.2  # octaves of K that runs of equal K take side by side
+_LEVELS = 24  # most dense runs that it names
+_NAMED = 12  # most runs of equal K that the legend names
 HEADER = (
     "run",
     "K",
@@ -134,10 +138,28 @@ class _Point:
 
     @property
     def curve(self) -> tuple[str, str, float]:
-        """What the points of a curve have in common: family, architecture and A of an X-MoD."""
+        """What the points of a curve have in common: family, architecture and A."""
         run = self.run
-        stride = run.model.hierarchy.anchor_stride if run.architecture == "xmod" else 0
-        return run.family, run.architecture, float(stride)
+        own = run.architecture in _OWN_STRIDE
+        return (
+            run.family,
+            run.architecture,
+            0.0 if own else float(run.model.hierarchy.anchor_stride),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Curve:
+    """Points in order of K, the legend, and the factor of K that sets them apart from others."""
+
+    label: str
+    points: list[_Point]
+    beside: float = 1.0
+
+    @property
+    def distinct(self) -> bool:
+        """Whether every K stands there once, so that a line through them means something."""
+        return len({point.sparsity for point in self.points}) == len(self.points)
 
 
 def _points(rows: Sequence[Result]) -> list[_Point]:
@@ -152,28 +174,32 @@ def _points(rows: Sequence[Result]) -> list[_Point]:
     ]
 
 
-def _curves(points: Sequence[_Point]) -> dict[str, list[_Point]]:
-    """The sparse points by the legend of their curve, each in order of K.
+def _curves(points: Sequence[_Point]) -> list[_Curve]:
+    """The sparse points as curves.
 
-    Points that share a K differ in something else, and stand by themselves under their names.
+    Points that share a K differ in something else: a few stand side by side under their names.
     """
     families = len({point.run.family for point in points})
     sparse = [point for point in points if point.run.model.hierarchy.sparse_layers]
     sparse.sort(key=lambda point: (point.curve, point.sparsity))
-    curves: dict[str, list[_Point]] = {}
-    for curve, group in itertools.groupby(sparse, lambda point: point.curve):
-        members = list(group)
-        if len({point.sparsity for point in members}) == len(members):
-            curves[_label(curve, families)] = members
+    curves = []
+    for common, group in itertools.groupby(sparse, lambda point: point.curve):
+        curve = _Curve(_label(common, families), list(group))
+        named = not curve.distinct or common[1] == "xmod_ablation"
+        if named and len(curve.points) <= _NAMED:
+            width = _BESIDE / len(curve.points)
+            for index, point in enumerate(curve.points):
+                beside = 2 ** (width * (index - (len(curve.points) - 1) / 2))
+                curves.append(_Curve(point.run.name, [point], beside))
         else:
-            curves |= {point.run.name: [point] for point in members}
+            curves.append(curve)
     return curves
 
 
 def _label(curve: tuple[str, str, float], families: int) -> str:
     family, architecture, stride = curve
     name = series.ARCHITECTURES.get(architecture, architecture)
-    label = f"{name}, A = {stride:g}" if architecture == "xmod" else name
+    label = f"{name}, A = {stride:g}" if stride else name
     return f"{family}: {label}" if families > 1 else label
 
 
@@ -188,6 +214,7 @@ def _draw_dense(axes: Axes, dense: Sequence[_Point], styles: Mapping[str, Style]
         elif len(dense) > 1:
             look = series.style(index)
         label = point.run.name if len(dense) > families else f"{family}: dense"
+        label = label if index < _LEVELS else ""
         series.level(axes, point.loss, look, label if len(dense) > 1 else "dense")
 
 
@@ -201,22 +228,24 @@ def figure(experiment: Experiment, rows: Sequence[Result]) -> Figure:
     axes = drawn.subplots()
     points = _points(rows)
     styles: dict[str, Style] = {}
-    shown: list[_Point] = []
-    for index, (label, members) in enumerate(_curves(points).items()):
+    curves = _curves(points)
+    for index, curve in enumerate(curves):
         look = series.style(index)
-        styles.setdefault(members[0].run.family, look)
-        at = [point.sparsity for point in members]
-        shown += members
-        series.means(axes, at, [point.loss for point in members], look, label)
+        styles.setdefault(curve.points[0].run.family, look)
+        at = [point.sparsity * curve.beside for point in curve.points]
+        losses = [point.loss for point in curve.points]
+        series.means(axes, at, losses, look, curve.label, joined=curve.distinct)
     dense = [point for point in points if point.run.architecture == "dense"]
     _draw_dense(axes, dense, styles)
+    shown = [point for curve in curves for point in curve.points]
     series.sparsities(axes, (point.sparsity for point in shown))
     series.frame(axes, [point.loss for point in (*dense, *shown)])
     axes.set_xlabel("token sparsity K")
     axes.set_ylabel(series.LOSS)
     axes.set_title(series.plain(experiment.name) + f", {experiment.scale} scale, matched FLOPs")
     axes.grid(alpha=0.25)
-    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    if dense or shown:
+        axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5))
     if any(len(point.loss.values) > 1 for point in points):
         drawn.supxlabel(series.ERRORS, fontsize=8)
     return drawn

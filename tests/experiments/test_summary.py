@@ -3,6 +3,7 @@
 import dataclasses
 import io
 
+import numpy as np
 import pytest
 
 from experiments import registry, summary
@@ -82,6 +83,34 @@ def test_runs_that_share_a_k_stand_by_themselves(swept):
     axes = summary.figure(experiment, summary.results(experiment, workdir)).axes[0]
     labels = {text.get_text() for text in axes.get_legend().get_texts()}
     assert labels == {"dense", "X-MoD, A = 1"} | {run.name for run in experiment.runs[2:]}
+
+
+def test_runs_that_share_a_k_do_not_cover_each_other():
+    experiment = registry.get("ablations", "mini")
+    axes = summary.figure(experiment, [_result(run, 0, 2.5) for run in experiment.runs]).axes[0]
+    places = [float(curve.lines[0].get_xdata()[0]) for curve in axes.containers]
+    assert len(set(places)) == len(places) == 5
+    assert all(abs(np.log2(place / 16)) < 0.15 for place in places)
+
+
+def test_only_runs_of_one_stride_are_joined():
+    experiment = registry.get("mechanism_controls", "mini")
+    axes = summary.figure(experiment, [_result(run, 0, 2.5) for run in experiment.runs]).axes[0]
+    assert len(axes.containers) == 6
+    assert all(len(curve.lines[0].get_xdata()) == 1 for curve in axes.containers)
+
+
+def test_very_many_runs_of_one_k_share_an_entry_of_the_legend():
+    experiment = registry.get("k_sweep_32k", "mini")
+    run = experiment.run("xmod_a1k8")
+    rows = []
+    for number in range(100):
+        train = dataclasses.replace(run.train, alignment=0.001 * (number + 1))
+        rows.append(_result(dataclasses.replace(run, train=train), 0, 2.5))
+    axes = summary.figure(experiment, rows).axes[0]
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert labels == ["X-MoD, A = 1"]
+    assert axes.containers[0].lines[0].get_linestyle() == "None"
 
 
 def test_a_seed_is_compared_with_the_dense_run_of_its_own():
