@@ -56,7 +56,7 @@ def _panel(axes: Axes, name: str, found: Diagnostics, index: int) -> None:
     calibrated, threshold = found.calibrated[index], found.threshold[index]
     independent = independent_subsets(calibrated.layers, found.sparsity).updates
     counts = np.arange(calibrated.layers + 1)
-    bars = {"width": _WIDTH, "edgecolor": "#303030"}
+    bars: dict[str, Any] = {"width": _WIDTH, "edgecolor": "#303030"}
     axes.bar(
         counts - _WIDTH / 2, calibrated.shares, label="calibrated threshold", **bars, **_CALIBRATED
     )

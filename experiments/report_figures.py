@@ -166,9 +166,9 @@ def training_curves(configurations: Configurations) -> Figure | None:
         look = looks[label]
         # Marks at different places, so that curves upon each other are told apart.
         every = (0.02 + 0.16 * list(looks).index(label) / len(looks), 0.16)
-        style = {"color": look.color, "linestyle": look.line, "marker": look.marker}
-        marks = {"markersize": 4, "markevery": every}
-        axes.plot(tokens, losses, linewidth=1.0, alpha=0.85, label=entry, **style, **marks)
+        style: dict[str, Any] = {"color": look.color, "linestyle": look.line, "marker": look.marker}
+        style |= {"markersize": 4, "markevery": every}
+        axes.plot(tokens, losses, linewidth=1.0, alpha=0.85, label=entry, **style)
     axes.set_ylabel("training loss (top-k), nats per token")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: tables.short(x)))
     everything = np.concatenate([losses for *_, (_, losses) in lines])
@@ -284,7 +284,7 @@ def _dense_levels(
     looks: dict[tuple[str, int], Style] = {}
     for index, members in enumerate(curves):
         looks.setdefault((members[0].family, members[0].context), series.style(index))
-    shown = []
+    shown: list[Configuration] = []
     for configuration in configurations:
         place = configuration.family, configuration.context
         if not _is_dense(configuration) or place not in looks or configuration.loss is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import colorsys
 import io
 import re
-from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
@@ -65,8 +64,8 @@ def inline(figure: Figure, name: str, title: str, palette: Palette) -> str:
       palette: takes note of the colours.
     """
     out = io.StringIO()
-    settings: dict[str, Any] = {"svg.fonttype": "none", "svg.hashsalt": name}
-    with matplotlib.rc_context(settings), figure_files.any_text():
+    settings = matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name})
+    with settings, figure_files.any_text():
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
     text = out.getvalue()
     text = text[text.index("<svg") :]

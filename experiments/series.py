@@ -122,7 +122,7 @@ def level(axes: Axes, spread: Spread, look: Style, label: str) -> None:
     marks: dict[str, Any] = {"transform": across, "color": look.color, "clip_on": False}
     marks |= {"marker": look.marker, "markerfacecolor": "none"}
     name = plain(label) if label else None
-    line = {"linewidth": 1.1, "linestyle": _DENSE, "markersize": 5}
+    line: dict[str, Any] = {"linewidth": 1.1, "linestyle": _DENSE, "markersize": 5}
     axes.plot([0, 1], [spread.mean] * 2, label=name, **line, **marks)
     if spread.error:
         ends = spread.mean - spread.error, spread.mean + spread.error

@@ -112,7 +112,7 @@ def test_shares_stand_at_whole_numbers_of_updates_alone():
         assert [round(middle) for middle in middles] == list(range(17))
         assert [bar.get_height() for bar in bars] == pytest.approx(list(intervals.shares))
     (independent,) = axes.lines
-    assert list(independent.get_xdata()) == list(range(17))
+    assert np.asarray(independent.get_xdata()).tolist() == list(range(17))
     assert independent.get_linestyle() == "None"
 
 

@@ -1,4 +1,5 @@
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ def _lines(figure, marked):
 
 def test_curves_are_told_apart_without_colour():
     for name, figure in law_figures.figures(TABLE, Law.paper(), [POINTS, POINTS]).items():
-        handles = figure.legends[0].legend_handles
+        handles: list[Any] = figure.legends[0].legend_handles
         looks = {(handle.get_marker(), handle.get_linestyle()) for handle in handles}
         assert len(looks) == len(handles), name
 

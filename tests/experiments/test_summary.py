@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,10 @@ from experiments.progress import Display
 from experiments.runner import Outcome, run_all
 from tests.experiments.fake_training import final_record, loss_of, trainer
 from xmod_jax import records
+
+
+def _axes(figure) -> Any:
+    return figure.axes[0]
 
 
 @pytest.fixture
@@ -48,7 +53,7 @@ def test_the_figure_is_written_with_one_line_for_each_curve(swept, name):
     summary.write(experiment, workdir)
     assert (workdir / "loss_against_k.png").stat().st_size > 10_000
     assert (workdir / "loss_against_k.svg").read_text().startswith("<?xml")
-    axes = summary.figure(experiment, summary.results(experiment, workdir)).axes[0]
+    axes = _axes(summary.figure(experiment, summary.results(experiment, workdir)))
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
     assert len(axes.lines) == len(labels) and any("dense" in label for label in labels)
     looks = {(line.get_marker(), line.get_linestyle(), line.get_label()) for line in axes.lines}
@@ -67,7 +72,7 @@ def test_seeds_make_one_point_with_its_spread():
         for name, loss in (("dense", 2.5), ("xmod_a1k4", 2.4), ("xmod_a1k8", 2.3))
         for seed in range(3 if name != "xmod_a1k8" else 1)
     ]
-    axes = summary.figure(experiment, rows).axes[0]
+    axes = _axes(summary.figure(experiment, rows))
     (curve,) = axes.containers
     assert list(curve.lines[0].get_xdata()) == [4, 8]
     assert list(curve.lines[0].get_ydata()) == pytest.approx([2.5, 2.3])
@@ -80,14 +85,14 @@ def test_seeds_make_one_point_with_its_spread():
 
 def test_runs_that_share_a_k_stand_by_themselves(swept):
     experiment, workdir = swept("ablations")
-    axes = summary.figure(experiment, summary.results(experiment, workdir)).axes[0]
+    axes = _axes(summary.figure(experiment, summary.results(experiment, workdir)))
     labels = {text.get_text() for text in axes.get_legend().get_texts()}
     assert labels == {"dense", "X-MoD, A = 1"} | {run.name for run in experiment.runs[2:]}
 
 
 def test_runs_that_share_a_k_do_not_cover_each_other():
     experiment = registry.get("ablations", "mini")
-    axes = summary.figure(experiment, [_result(run, 0, 2.5) for run in experiment.runs]).axes[0]
+    axes = _axes(summary.figure(experiment, [_result(run, 0, 2.5) for run in experiment.runs]))
     places = [float(curve.lines[0].get_xdata()[0]) for curve in axes.containers]
     assert len(set(places)) == len(places) == 5
     assert all(abs(np.log2(place / 16)) < 0.15 for place in places)
@@ -95,7 +100,7 @@ def test_runs_that_share_a_k_do_not_cover_each_other():
 
 def test_only_runs_of_one_stride_are_joined():
     experiment = registry.get("mechanism_controls", "mini")
-    axes = summary.figure(experiment, [_result(run, 0, 2.5) for run in experiment.runs]).axes[0]
+    axes = _axes(summary.figure(experiment, [_result(run, 0, 2.5) for run in experiment.runs]))
     assert len(axes.containers) == 6
     assert all(len(curve.lines[0].get_xdata()) == 1 for curve in axes.containers)
 
@@ -107,7 +112,7 @@ def test_very_many_runs_of_one_k_share_an_entry_of_the_legend():
     for number in range(100):
         train = dataclasses.replace(run.train, alignment=0.001 * (number + 1))
         rows.append(_result(dataclasses.replace(run, train=train), 0, 2.5))
-    axes = summary.figure(experiment, rows).axes[0]
+    axes = _axes(summary.figure(experiment, rows))
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
     assert labels == ["X-MoD, A = 1"]
     assert axes.containers[0].lines[0].get_linestyle() == "None"
