@@ -289,7 +289,7 @@ def _dense_levels(
         place = configuration.family, configuration.context
         if not _is_dense(configuration) or place not in looks or configuration.loss is None:
             continue
-        look = looks[place] if len(looks) > 1 else series.DENSE
+        look = series.dense_of(looks[place]) if len(looks) > 1 else series.DENSE
         label = "dense, marked as its curve" if len(looks) > 1 else "dense"
         series.level(axes, configuration.loss, look, "" if shown else label)
         shown.append(configuration)

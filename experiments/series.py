@@ -36,7 +36,6 @@ ERRORS = "Bars and bands: standard error over seeds; small marks: single seeds."
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#7f3c8d")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h")
 _LINES = ("-", "--", "-.", ":")
-_DENSE = "-."
 _ROW = 0.18  # inches of height that a row of a legend takes
 _LABEL = 40  # most characters of a name in a figure
 _SMALLEST_SPAN = 2e-3  # nats; below it, losses are equal
@@ -50,7 +49,7 @@ class Style:
 
     color: str
     marker: str
-    line: str
+    line: str | tuple[int, tuple[int, ...]]
 
 
 def style(index: int) -> Style:
@@ -62,7 +61,12 @@ def style(index: int) -> Style:
     )
 
 
-DENSE = Style("#000000", "*", _DENSE)
+DENSE = Style("#000000", "*", (0, (7, 2, 1, 2, 1, 2)))
+
+
+def dense_of(curve: Style) -> Style:
+    """The looks of the dense reference of one curve among several."""
+    return dataclasses.replace(curve, line=DENSE.line)
 
 
 def plain(text: str) -> str:
@@ -122,7 +126,7 @@ def level(axes: Axes, spread: Spread, look: Style, label: str) -> None:
     marks: dict[str, Any] = {"transform": across, "color": look.color, "clip_on": False}
     marks |= {"marker": look.marker, "markerfacecolor": "none"}
     name = plain(label) if label else None
-    line: dict[str, Any] = {"linewidth": 1.1, "linestyle": _DENSE, "markersize": 5}
+    line: dict[str, Any] = {"linewidth": 1.1, "linestyle": look.line, "markersize": 5}
     axes.plot([0, 1], [spread.mean] * 2, label=name, **line, **marks)
     if spread.error:
         ends = spread.mean - spread.error, spread.mean + spread.error

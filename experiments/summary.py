@@ -210,7 +210,7 @@ def _draw_dense(axes: Axes, dense: Sequence[_Point], styles: Mapping[str, Style]
         family = point.run.family
         look = series.DENSE
         if families > 1:
-            look = styles.get(family, series.style(index))
+            look = series.dense_of(styles.get(family, series.style(index)))
         elif len(dense) > 1:
             look = series.style(index)
         label = point.run.name if len(dense) > families else f"{family}: dense"

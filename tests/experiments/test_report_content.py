@@ -237,3 +237,21 @@ def test_runs_by_other_names_stand_in_the_order_of_their_numbers(tmp_path):
         write_run(pathlib.Path(tmp_path) / config.name, config)
     (sweep,) = data.load([str(tmp_path)])
     assert [c.name for c in sweep.configurations] == ["mine_9", "mine_10", "mine_100"]
+
+
+def test_tables_of_many_seeds_fit_a_window_of_1280_pixels(tmp_path):
+    folders = [_sweep(tmp_path / f"w{seed}", "mechanism_controls", seed) for seed in range(5)]
+    for seed, folder in enumerate(folders):
+        _final(folder, coverage=0.9 + 0.001 * seed, jaccard=0.1 + 0.001 * seed)
+    page = _page(folders)
+    tables = re.findall(r"<table>(.*?)</table>", page, re.DOTALL)
+    assert len(tables) == 2
+    for table in tables:
+        rows = [re.findall(r"<t[hd]([^>]*)>([^<]*)</t[hd]>", row) for row in table.split("</tr>")]
+        # Long cells are broken; of a header, its longest word stays whole.
+        widths = [
+            max(20 if "long" in kind else len(cell) for kind, cell in column)
+            for column in zip(*(row for row in rows[1:] if row), strict=True)
+        ]
+        # In Chromium: 7.6 pixels a character, 21 of padding, 1141 for the table.
+        assert sum(7.6 * width + 21 for width in widths) < 1141

@@ -100,7 +100,7 @@ def test_the_loss_axis_reads_as_people_write(losses, ticks):
     spreads = [Spread((loss,)) for loss in losses]
     series.means(axes, range(1, len(losses) + 1), spreads, series.style(0), "a")
     series.frame(axes, spreads)
-    drawn.canvas.draw()
+    drawn.draw_without_rendering()
     written = _ticks(axes.yaxis)
     assert ticks in written and len(set(written)) == len(written)
     assert not any("e+" in tick or not tick.isascii() for tick in written)
@@ -129,7 +129,7 @@ def test_a_diverged_run_does_not_press_the_others_together():
 def test_ticks_of_k_are_given_ones_that_do_not_collide(values, shown):
     drawn, axes = _axes()
     series.sparsities(axes, values)
-    drawn.canvas.draw()
+    drawn.draw_without_rendering()
     labels = [label.get_text() for label in axes.get_xticklabels()]
     if shown is not None:
         assert sorted(labels, key=int) == shown
@@ -146,7 +146,7 @@ def test_a_legend_fits_below_its_figure(count, length):
     for index in range(count):
         axes.plot([1], [1], label=f"{index}".ljust(length, "x"))
     series.legend(drawn, axes)
-    drawn.canvas.draw()
+    drawn.draw_without_rendering()
     box = drawn.legends[0].get_window_extent()
     assert box.x0 >= 0 and box.x1 <= drawn.bbox.width + 1
     assert axes.get_window_extent().height > 1.5 * drawn.dpi

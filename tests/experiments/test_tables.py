@@ -1,10 +1,15 @@
 """Numbers as people write them, and tables whose columns are aligned."""
 
+import dataclasses
 import math
 
 import pytest
 
-from experiments import tables
+from experiments import law_tables, tables
+from tests.law.grid import paper_rows
+from xmod_jax.law.fit import Fit, Quality
+from xmod_jax.law.observations import Table, observe
+from xmod_jax.law.terms import Draws, Law
 
 
 @pytest.mark.parametrize(
@@ -96,3 +101,18 @@ def test_text_table_aligns_columns():
     assert tables.text_table(("a", "b"), [("long", "1"), ("x", "222")]) == (
         "a       b\nlong    1\nx     222"
     )
+
+
+def test_tables_of_a_fit_write_sizes_and_coefficients_as_people_do():
+    table = Table.of(observe(paper_rows()))
+    law = dataclasses.replace(Law.paper(), w=1.5e7)
+    fitted = Fit(law, None, Quality(0.9, 0.01, 0.01), True, ())
+    texts = [
+        law_tables.coefficients(fitted, len(table)),
+        law_tables.residuals(fitted, table),
+        law_tables.beyond(table, table.delta),
+        law_tables.intervals(fitted, Draws((law, law), 0, 0.9, 0.01, 13)),
+    ]
+    assert not any("e+" in text for text in texts)
+    assert ["w", "1.5e7", "105.211"] in [line.split() for line in texts[0].splitlines()]
+    assert "n_act=914M" in texts[1] and "L=32768" in texts[1] and "914M" in texts[2]
