@@ -290,7 +290,7 @@ def _dense_levels(
         if not _is_dense(configuration) or place not in looks or configuration.loss is None:
             continue
         look = series.dense_of(looks[place]) if len(looks) > 1 else series.DENSE
-        label = "dense, marked as its curve" if len(looks) > 1 else "dense"
+        label = "dense (same mark)" if len(looks) > 1 else "dense"
         series.level(axes, configuration.loss, look, "" if shown else label)
         shown.append(configuration)
     return shown
