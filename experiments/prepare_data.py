@@ -170,7 +170,9 @@ def _refuse_names(output: pathlib.Path) -> None:
         if (pathlib.Path(given) / shards.MANIFEST).exists() and resolved != pathlib.Path(
             given
         ).resolve():
-            raise UserError(f"--input={given} is prepared already: train on it with --data={shlex.quote(given)}")
+            raise UserError(
+                f"--input={given} is prepared already: train on it with --data={shlex.quote(given)}"
+            )
         if pathlib.Path(given).resolve() in (resolved, *resolved.parents):
             raise UserError(
                 f"--output={output} lies within --input={given}: choose a folder outside of it"

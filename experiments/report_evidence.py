@@ -15,9 +15,8 @@ import numpy as np
 
 from experiments.law_figures import Points
 from xmod_jax.errors import UserError
-from xmod_jax.law import observation_files
+from xmod_jax.law import observation_files, sweeps
 from xmod_jax.law import observations as obs
-from xmod_jax.law import sweeps
 from xmod_jax.law.observations import Row, Table
 from xmod_jax.law.terms import Law, LawFile
 

@@ -22,7 +22,8 @@ from experiments.registry import Experiment
 from experiments.runner import Outcome
 from experiments.series import Style
 from experiments.spread import Spread
-from xmod_jax.config import RunConfig, seedless_hash
+from xmod_jax.config import RunConfig
+from xmod_jax.identity import seedless_hash
 from xmod_jax.law.observations import FLOPS_TOLERANCE
 from xmod_jax.records import Record
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -60,28 +61,27 @@ def _summary(name):
     return summary.figure(experiment, rows)
 
 
-KINDS = {
-    **{
-        f"{which}_against_sparsity_{index}": lambda c, which=which, index=index: (
-            report_figures.against_sparsity(c[which])[index][0]
-        )
-        for which, index in (("all", 0), ("all", 1), ("all", 2), ("main", 0))
-    },
+KINDS: dict[str, Callable[[Any], Any]] = {
+    "all_0": lambda c: report_figures.against_sparsity(c["all"])[0][0],
+    "all_1": lambda c: report_figures.against_sparsity(c["all"])[1][0],
+    "all_2": lambda c: report_figures.against_sparsity(c["all"])[2][0],
+    "main": lambda c: report_figures.against_sparsity(c["main"])[0][0],
     "routed_tokens": lambda c: report_figures.against_routed_tokens(c["all"]),
     "active": lambda c: report_figures.against_active(c["all"]),
     "stride": lambda c: report_figures.against_stride(c["all"]),
     "total": lambda c: report_figures.against_total(c["all"]),
     "total_main": lambda c: report_figures.against_total(c["main"]),
     "training": lambda c: report_figures.training_curves(c["main"]),
-    **{
-        f"summary_{name}": lambda c, name=name: _summary(name)
-        for name in ("k_sweep_32k", "scale_sweep_32k", "main_556m", "ablations", "lr_sweep")
-    },
-    **{
-        name: lambda c, name=name: _law(name)
-        for name in ("parity", "delta_by_context", "delta_by_routed_tokens", "delta_by_size")
-    },
-    "updates": lambda c: diagnostics_figure.figure({"xmod_a4k8": _diagnostics()}, columns=1),
+    "summary_k": lambda _: _summary("k_sweep_32k"),
+    "summary_scale": lambda _: _summary("scale_sweep_32k"),
+    "summary_main": lambda _: _summary("main_556m"),
+    "summary_ablations": lambda _: _summary("ablations"),
+    "summary_lr": lambda _: _summary("lr_sweep"),
+    "parity": lambda _: _law("parity"),
+    "delta_by_context": lambda _: _law("delta_by_context"),
+    "delta_by_routed_tokens": lambda _: _law("delta_by_routed_tokens"),
+    "delta_by_size": lambda _: _law("delta_by_size"),
+    "updates": lambda _: diagnostics_figure.figure({"xmod_a4k8": _diagnostics()}, columns=1),
 }
 
 
@@ -94,7 +94,7 @@ def _look(handle: Any) -> tuple[object, ...]:
     """All of an entry's looks but its colour."""
     if isinstance(handle, BarContainer):
         return "bar", handle[0].get_hatch()
-    line = handle.lines[0] if isinstance(handle, ErrorbarContainer) else handle
+    line: Any = handle.lines[0] if isinstance(handle, ErrorbarContainer) else handle
     # Matplotlib keeps the pattern of dashes apart from the style's name.
     return line.get_marker(), line.get_linestyle(), str(line._unscaled_dash_pattern)
 
