@@ -136,8 +136,8 @@ _WORDS = {
     "text_in_parts": "the text is longer than the window of {length} tokens, it is scored in parts",
     "joined": "the tokenizer joins the continuation with the end of its context, it is scored as "
     "tokens of its own",
-    "shifted": "the tokenizer joins the continuation with the end of its context, what is scored is, "
-    "as in the harness, what stands behind as many tokens as the context has",
+    "shifted": "the tokenizer joins the continuation with the end of its context, what stands "
+    "behind as many tokens as the context has is scored, as the harness does it",
     "empty": "the continuation is empty, it is scored as the end of the text",
 }
 

@@ -22,6 +22,7 @@ from xmod_jax.diagnostics import (
     independent_subsets,
     repeated_subset,
 )
+from xmod_jax.errors import UserError
 from xmod_jax.hierarchy import Hierarchy, StageGroup
 from xmod_jax.model import Decoder
 
@@ -191,3 +192,25 @@ def test_nothing_to_diagnose_is_refused():
     model = _collapsing(tau=0.0)
     with pytest.raises(ValueError, match="no held-out batch"):
         diagnose(model, model.thresholds(), [])
+
+
+def test_progress_is_told_of_what_is_computed_not_of_what_is_queued():
+    model = _collapsing(tau=0.0)
+    events: list[object] = []
+
+    def batches():
+        for rows in (2, 3, 1):
+            events.append("asked")
+            yield _sequences_with_a_quarter_preferred(rows)
+
+    found = diagnose(model, model.thresholds(), batches(), progress=events.append)
+    # Each batch is told before the next one is asked for.
+    assert events == ["asked", 2, "asked", 5, "asked", 6] and found.sequences == 6
+
+
+def test_a_model_whose_states_are_not_finite_is_not_diagnosed():
+    model = _collapsing(tau=0.0)
+    model.embedding[...] = model.embedding[...].at[0, 1].set(jnp.nan)
+    tokens = np.zeros((1, L + 1), np.int32)
+    with pytest.raises(UserError, match="not finite"):
+        diagnose(model, model.thresholds(), [tokens])

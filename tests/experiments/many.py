@@ -23,8 +23,8 @@ for line in json.load(sys.stdin):
         flags.FLAGS[name].unparse()
     flags.FLAGS.unparse_flags()
     sys.argv = ["command", *(os.fsdecode(argument.encode("latin-1")) for argument in line)]
-    out, err, status = io.StringIO(), io.StringIO(), None
-    out.fileno = err.fileno = lambda: 1
+    status = None
+    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", "backslashreplace") for _ in range(2))
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             cli.run(module.main)
@@ -33,7 +33,8 @@ for line in json.load(sys.stdin):
         except BaseException:
             status = 1
             traceback.print_exc()
-    print(json.dumps([status, out.getvalue(), err.getvalue()]), flush=True)
+    said = [(stream.flush(), stream.buffer.getvalue().decode())[1] for stream in (out, err)]
+    print(json.dumps([status, *said]), flush=True)
 """
 
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
+import shutil
 
 import numpy as np
 import pytest
 
 from experiments import diagnostics_figure, report_diagnostics
 from tests.experiments.commands import run_command
+from tests.experiments.many import run_many
 from tests.training import small
 from xmod_jax import claims, records
+from xmod_jax.data import sources
 from xmod_jax.diagnostics import Diagnostics, Intervals, independent_subsets
 from xmod_jax.errors import UserError
 from xmod_jax.records import RunRecord
@@ -33,8 +37,11 @@ _run = functools.partial(run_command, "diagnose")
 
 
 def test_a_trained_run_gets_its_file_table_and_figure(trained):
-    done = _run(f"--workdir={trained}")
+    done = _run(f"--workdir={trained}", "--sequences=8")
     assert done.returncode == 0, done.stderr
+    # Two batches of four: how far it is and how long it takes, before it ends.
+    assert re.search(r"\[1/1\] xmod_a1k4 +50%\|.*4/8 sequences, \S+ left", done.stderr)
+    assert "8/8 sequences, 00:00 left" in done.stderr
     run = RunRecord.load(trained / "xmod_a1k4")
     stored = json.loads((run.directory / "diagnostics.json").read_text())
     assert stored["hash"] == run.hash and stored["step"] == 2
@@ -80,6 +87,47 @@ def test_nothing_to_diagnose_is_one_line(tmp_path):
     assert [line for line in lines if line.startswith("error")] == lines[-1:]
     missing = _run(f"--workdir={tmp_path / 'nowhere'}")
     assert missing.returncode == 2 and len(missing.stderr.strip().splitlines()) == 1
+
+
+def test_flags_and_folders_of_any_kind_end_in_one_line(trained, tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    broken = tmp_path / "broken"
+    shutil.copytree(trained / "xmod_a1k4", broken)
+    (broken / records.CONFIG).write_text("{")
+    empty = tmp_path / "empty"
+    shutil.copytree(trained / "xmod_a1k4", empty)
+    for path in (empty / records.CHECKPOINTS).rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"")
+    cases = [
+        ([], "--workdir is missing"),
+        ([f"--workdir={tmp_path / 'file'}"], "file"),
+        ([f"--workdir={tmp_path / 'nowhere'}"], "nowhere"),
+        ([f"--workdir={broken}"], "config.json"),
+        ([f"--workdir={empty}"], "checkpoint"),
+        ([f"--workdir={trained},,"], "empty part"),
+        ([f"--workdir={trained}", "--sequences=0"], "sequences"),
+        ([f"--workdir={trained}", "--sequences=many"], "sequences"),
+        ([f"--workdir={trained}", "extra"], "unexpected argument"),
+    ]
+    for said, (arguments, text) in zip(
+        run_many("diagnose", [arguments for arguments, _ in cases]), cases, strict=True
+    ):
+        assert said.status == 2 and text in said.last, (arguments, said)
+        assert "Traceback" not in said.stderr
+
+
+def test_more_sequences_than_there_are_is_said(trained, monkeypatch, capsys):
+    """And the time that is left is that of those there are."""
+    run = RunRecord.load(trained / "xmod_a1k4")
+    whole = sources.load(run.config.data)
+    short = dataclasses.replace(whole, heldout=whole.heldout[:100])
+    monkeypatch.setattr(sources, "load", lambda data: short)
+    found, _ = report_diagnostics.measure(run, 1000)
+    told = capsys.readouterr().err
+    assert found.sequences == 6  # of 16 tokens, and a target behind the last
+    assert "the held-out data has 6 sequences, not 1000" in told
+    assert "6/6 sequences, 00:00 left" in told
 
 
 def test_half_written_checkpoints_are_none(tmp_path):

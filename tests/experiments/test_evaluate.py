@@ -15,6 +15,7 @@ import pytest
 
 from experiments.harness_requests import Wish
 from tests.experiments.commands import refusal, run_command
+from tests.experiments.many import run_many
 from tests.inference import confident
 from tests.training import small
 from xmod_jax import records
@@ -47,6 +48,30 @@ END_2 = Gpt2Tokenizer.end_of_text
 )
 def test_a_mistake_is_one_line(arguments, message):
     assert message in refusal("evaluate", *arguments)
+
+
+def test_flags_and_folders_of_any_kind_end_in_one_line(tmp_path):
+    records.prepare(tmp_path / "run", small.run())
+    (tmp_path / "run" / records.CHECKPOINTS / "0").mkdir(parents=True)
+    (tmp_path / "file").write_text("no folder")
+    run, task = f"--checkpoint={tmp_path / 'run'}", "--tasks=a"
+    cases = [
+        (["--checkpoint="], "checkpoint"),
+        ([f"--checkpoint={tmp_path}", task], "not a run directory"),
+        ([run, "--tasks=a,,b"], "empty part"),
+        ([run, task, "--limit=0"], "limit"),
+        ([run, task, "--batch_size=0"], "batch_size"),
+        ([run, task, "--max_length=1"], "max_length"),
+        ([run, task, "--num_fewshot=-1"], "num_fewshot"),
+        ([run, task, "--threshold=mine"], "threshold"),
+        ([run, task, "--log_samples"], "--log_samples needs --output"),
+        ([run, task, "--vocabulary=nowhere"], "nowhere/vocab.bpe: no such file"),
+        ([run, task, f"--include_path={tmp_path / 'file'}"], "no such folder"),
+    ]
+    told = run_many("evaluate", [arguments for arguments, _ in cases])
+    for said, (arguments, text) in zip(told, cases, strict=True):
+        assert said.status == 2 and text in said.last, (arguments, said)
+        assert len(said.stderr.strip().splitlines()) == 1, said
 
 
 lm_eval = pytest.importorskip("lm_eval", reason="needs the packages of requirements-hf.lock")
