@@ -127,9 +127,10 @@ def prepare(directory: Path, config: RunConfig) -> None:
     """Makes the run directory of `config`, or checks that it is that already.
 
     Raises:
-      UserError: the directory holds a run of another configuration; names the first field.
+      UserError: the directory holds a run of another configuration, of which it names the first
+        field; or it is no folder of this machine.
     """
-    directory = pathlib.Path(directory)
+    directory = pathlib.Path(storage.local_path(str(directory)))
     directory.mkdir(parents=True, exist_ok=True)
     check_same_run(directory, config)
     if not (directory / CONFIG).exists():
