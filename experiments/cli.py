@@ -148,9 +148,11 @@ def _before_run(kind: type[BaseException], error: BaseException, trace: Any) -> 
 def _parse_and_call(main: Callable[[], int | None]) -> int:
     # Without this, absl stops at the first plain argument and calls later flags missing.
     flags.FLAGS.set_gnu_getopt(True)
-    for name in flags.FLAGS:
+    for flag in map(flags.FLAGS.__getitem__, flags.FLAGS):
+        if flag.present:  # from an earlier command of this process
+            flag.unparse()
         # Of two values one would be dropped without a word.
-        flags.FLAGS[name].allow_overwrite = isinstance(flags.FLAGS[name], flags.MultiFlag)
+        flag.allow_overwrite = isinstance(flag, flags.MultiFlag)
     extra = flags.FLAGS(sys.argv)[1:]
     if extra:
         raise UserError(
@@ -183,8 +185,17 @@ def _check_value(name: str, flag: flags.Flag) -> None:
     if not all(map(str.strip, parts)):
         raise UserError(f"{given} has an empty part: remove a comma")
     if name not in _NO_PATHS:
+        _check_encoding(given)
         local = [_local_paths(part, f"--{name}=") for part in parts]
         flag.value = local if isinstance(value, list) else local[0]
+
+
+def _check_encoding(given: str) -> None:
+    try:
+        os.fsencode(given)
+    except UnicodeEncodeError as error:
+        told = f"in {error.encoding}, the encoding of file names here"
+        raise UserError(f"{given!r} cannot be written {told}: choose other characters") from error
 
 
 def _local_paths(value: str, told: str) -> str:

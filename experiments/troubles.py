@@ -101,7 +101,7 @@ def _devices(error: BaseException) -> str | None:
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     told = str(error).partition("\n")[0]
     looked = any(os.path.basename(file) == "xla_bridge.py" for file in files[-3:])
-    if isinstance(error, AssertionError) and looked or _NO_DEVICE.match(told):
+    if (isinstance(error, AssertionError) and looked) or _NO_DEVICE.match(told):
         asked = [f"{n}={os.environ[n]}" for n in _PLATFORMS if os.environ.get(n)]
         found = f"JAX finds no device{' for ' if asked else ''}{' '.join(asked)}"
         advice = "unset that to take what is there" if asked else "see the lines above"

@@ -138,9 +138,10 @@ def prepare(directory: Path, config: RunConfig) -> None:
     is brought to this one.
 
     Raises:
-      UserError: the directory holds a run of another configuration; names the first field.
+      UserError: the directory holds a run of another configuration, of which it names the first
+        field; or it is no folder of this machine.
     """
-    directory = pathlib.Path(directory)
+    directory = pathlib.Path(storage.local_path(str(directory)))
     directory.mkdir(parents=True, exist_ok=True)
     check_same_run(directory, config)
     path = directory / CONFIG

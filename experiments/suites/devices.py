@@ -1,4 +1,4 @@
-"""Prints `machine.report` as a line of JSON, for a process that must not take the devices itself."""
+"""Prints `machine.report` as a line of JSON, for a process that must not take the devices."""
 
 from __future__ import annotations
 

@@ -152,6 +152,14 @@ def _wrapped() -> None:
         (_raising(_os_error(errno.EDQUOT)), ("quota",)),
         (_raising(ValueError(f"LIB: a/0: {os.strerror(errno.ENOSPC)}")), ("a/0", "free some")),
         (_wrapped, ("free some space",)),
+        (_raising(_os_error(errno.EIO)), ("Input/output error", "system's log")),
+        (_raising(_os_error(errno.EMFILE)), ("ulimit -n",)),
+        (_raising(_os_error(errno.EBUSY, "mounted")), ("mounted", "another path")),
+        (_raising(FileNotFoundError(errno.ENOENT, "No usable temporary directory")), ("usable",)),
+        (_raising(RuntimeError("Could not determine home directory.")), ("set HOME",)),
+        (_raising(MemoryError()), ("out of memory",)),
+        (_raising(ModuleNotFoundError("No module named 'rare'", name="rare")), ("local.sh",)),
+        (_raising(RuntimeError("Unable to initialize backend 'tpu': x\ny")), ("no device", "tpu")),
     ],
 )
 def test_full_or_unwritable_disk_is_one_line(
@@ -172,14 +180,25 @@ def _mishandled() -> None:
     [
         _mishandled,
         _raising(ValueError("fault")),
-        _raising(_os_error(errno.EIO)),
         _raising(_os_error(errno.ENOENT)),
         _raising(BrokenPipeError(errno.EPIPE, "a worker's pipe")),
+        _raising(ModuleNotFoundError("No module", name="experiments.lost")),
+        _raising(AssertionError()),
     ],
 )
-def test_fault_of_the_program_is_raised(call: _Call, main: Callable[[], None]) -> None:
-    with pytest.raises((KeyError, ValueError, OSError)):
-        call(main)
+def test_fault_of_the_program_keeps_its_traceback_and_asks_to_be_reported(
+    call: _Call, main: Callable[[], None]
+) -> None:
+    status, out, err = call(main)
+    assert (status, out) == (1, "")
+    assert err.startswith("Traceback") or "\nTraceback" in err
+    assert "please report it" in err.splitlines()[-1]
+
+
+def test_a_nan_that_jax_was_asked_to_stop_at_is_no_fault_of_the_program(call: _Call) -> None:
+    status, _, err = call(_raising(FloatingPointError("invalid value (nan) in mul")))
+    assert status == 1 and "Traceback" in err
+    assert "JAX_DEBUG_NANS" in err.splitlines()[-1] and "report" not in err
 
 
 def test_checkpoint_threads_say_nothing_about_a_full_disk(
@@ -224,13 +243,61 @@ def test_help_shows_docstring_and_own_flags(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_number_that_is_none_is_one_line(call: _Call) -> None:
-    _assert_one_line(call(lambda: 0, "--name=x", "--share=nan"), "--share=nan")
+    for value in ("nan", "inf", "-inf", "1e400"):
+        _assert_one_line(call(lambda: 0, "--name=x", f"--share={value}"), "--share=")
+
+
+@pytest.mark.parametrize("twice", ["--name=y", "--count=4", "--noloud", "--parts=b"])
+def test_a_flag_twice_is_one_line(call: _Call, twice: str) -> None:
+    given = ["--name=x", "--count=3", "--loud", "--parts=a"]
+    _assert_one_line(call(lambda: 0, *given, twice), twice.strip("-").removeprefix("no")[:4])
+
+
+def test_a_flag_of_several_values_may_be_given_again(call: _Call) -> None:
+    assert call(lambda: 0, "--name=x", "--each=a", "--each=b")[0] == 0
+
+
+@pytest.mark.parametrize("empty", ["--name=", "--name= ", "--name=\t", "--parts=", "--each="])
+def test_an_empty_value_is_one_line(call: _Call, empty: str) -> None:
+    given = [] if "name" in empty else ["--name=x"]
+    _assert_one_line(call(lambda: 0, *given, empty), "is empty")
+
+
+def test_a_null_character_is_one_line(call: _Call) -> None:
+    _assert_one_line(call(lambda: 0, "--name=a\0b"), "null character")
+    _assert_one_line(call(lambda: 0, "--name=\ud800"), "characters")
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        *("--name=gs://bucket/x", "--name=s3://b", "--name=hdfs://host/x", "--name=GS://b/x"),
+        *("--name=https://host/x", "--name=gs:/bucket", "--name=file://host/x"),
+        *("--parts=here,gs://b/x", "--each=gs://b/x", "--name=a=1,gs://b/x=2"),
+    ],
+)
+def test_an_address_in_place_of_a_path_is_one_line_and_makes_nothing(
+    call: _Call, tmp_path: pathlib.Path, flag: str
+) -> None:
+    given = [] if "--name" in flag else ["--name=x"]
+    _assert_one_line(call(lambda: 0, *given, flag), "no folder of this machine", flag[2:6])
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_file_address_is_its_path(call: _Call) -> None:
+    seen: list[object] = []
+
+    def main() -> None:
+        seen.append((flags.FLAGS["name"].value, flags.FLAGS["parts"].value))
+
+    parts = "--parts=file:///c,./gs://d,tfds:e"
+    assert call(main, "--name=file:///a%20b/x", parts)[0] == 0
+    assert seen == [("/a b/x", ["/c", "./gs://d", "tfds:e"])]
 
 
 def test_a_list_with_an_empty_part_is_one_line(call: _Call) -> None:
     for parts in ("a,", ",a", "a,,b", ","):
         _assert_one_line(call(lambda: 0, "--name=x", f"--parts={parts}"), f"--parts={parts} has")
-    assert call(lambda: 0, "--name=x", "--parts=", "--each=") == (0, "", "")
 
 
 @pytest.fixture

@@ -16,8 +16,6 @@ import tempfile
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from absl import flags
-
 from tests.experiments.commands import ROOT
 
 
@@ -57,8 +55,6 @@ def _call(command: str, arguments: list[str]) -> list[object]:
     from experiments import cli
 
     main = importlib.import_module(f"experiments.{command}").main
-    for name in flags.FLAGS:
-        flags.FLAGS[name].unparse()
     sys.argv = [command, *arguments]
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         kept = [os.dup(1), os.dup(2)]

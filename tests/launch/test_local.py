@@ -17,10 +17,23 @@ import pytest
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 _UV = """#!/bin/sh
 echo "$@" >> "$UV_LOG"
+env > "$UV_LOG.env"
 case "$UV_DOES" in
   fail) exit 1 ;;
   die) kill -9 $PPID ;;
   wait) sleep 0.5 ;;
+esac
+"""
+# Makes environments whose Python notes what pip is told.
+_PYTHON = """#!/bin/sh
+case "$*" in
+  *"-m venv"*)
+    for last; do :; done
+    mkdir -p "$last/bin"
+    printf '#!/bin/sh\\ncase "$*" in *"-m pip install"*) echo "pip $@" >> "$UV_LOG";; esac\\n' \\
+      > "$last/bin/python"
+    chmod +x "$last/bin/python" ;;
+  *) exec "{real}" "$@" ;;
 esac
 """
 
@@ -189,3 +202,56 @@ def test_environment_of_a_wrong_python_is_refused(checkout: _Checkout) -> None:
     _script(checkout.venv / "bin/python", "#!/bin/sh\nexit 1\n")
     _assert_refused(checkout.run("true"), "no working Python")
     assert checkout.installs() == 0
+
+
+def test_settings_that_would_install_elsewhere_do_not_reach_the_installer(
+    checkout: _Checkout,
+) -> None:
+    elsewhere = {
+        **dict.fromkeys(("PIP_USER", "PIP_DRY_RUN", "PIP_REQUIRE_HASHES"), "1"),
+        **dict.fromkeys(("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_CONSTRAINT"), "/nowhere"),
+        **dict.fromkeys(("UV_SYSTEM_PYTHON", "UV_REQUIRE_HASHES"), "1"),
+        **dict.fromkeys(("UV_PYTHON", "UV_TARGET", "PYTHONPATH", "PYTHONHOME"), "/nowhere"),
+    }
+    kept = {"PIP_INDEX_URL": "site", "PIP_CERT": "c", "PIP_CACHE_DIR": "d", "UV_INDEX_URL": "site"}
+    assert checkout.run("true", **elsewhere, **kept)[0] == 0
+    seen = dict(
+        line.split("=", 1) for line in (checkout.log.with_name("uv.log.env")).read_text().split()
+        if "=" in line
+    )  # fmt: skip
+    assert not set(elsewhere) & set(seen)
+    assert kept.items() <= seen.items()
+
+
+def test_the_fallback_never_installs_for_the_user(checkout: _Checkout) -> None:
+    _script(checkout.tools / "python3", _PYTHON.format(real=sys.executable))
+    assert checkout.run("true", does="fail", PIP_USER="1")[0] == 0
+    calls = checkout.log.read_text().splitlines()
+    with_pip = [call for call in calls if call.startswith("pip")]
+    assert len(with_pip) == 2 and all("--no-user" in call for call in with_pip)
+
+
+def test_home_of_another_python_does_not_reach_the_command(checkout: _Checkout) -> None:
+    probe = ("bash", "-c", 'echo "${PYTHONHOME-none} $VIRTUAL_ENV"')
+    elsewhere = {"PYTHONHOME": "/nowhere", "VIRTUAL_ENV": "/nowhere"}
+    assert checkout.run(*probe, **elsewhere)[:2] == (0, f"none {checkout.venv}\n")
+
+
+@pytest.mark.parametrize("folder", ["gs://bucket/venv", "/tmp/a:b"])
+def test_a_folder_that_no_path_can_name_is_refused(checkout: _Checkout, folder: str) -> None:
+    _assert_refused(checkout.run("true", XMOD_VENV=folder), f"{folder} cannot hold")
+    assert not (checkout.root.parent / "gs:").exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_checkout_that_is_read_only_is_installed_from_a_copy(checkout: _Checkout) -> None:
+    for name in ("README.md", "LICENSE"):
+        (checkout.root / name).touch()
+    (checkout.root / "xmod_jax").mkdir()
+    checkout.root.chmod(0o555)
+    try:
+        assert checkout.run("true", XMOD_VENV="else")[0] == 0
+    finally:
+        checkout.root.chmod(0o755)
+    assert "--force-reinstall" in checkout.log.read_text()
+    assert "--editable" not in checkout.log.read_text()

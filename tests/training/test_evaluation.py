@@ -3,10 +3,12 @@
 import math
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
-from xmod_jax.training.evaluation import _weighted
+from tests.test_model import make, tokens
+from xmod_jax.training.evaluation import _weighted, make_evaluator
 
 
 def test_means_weigh_batches_by_rows_and_a_statistic_where_it_is_defined():
@@ -26,3 +28,13 @@ def test_a_loss_that_is_lost_in_one_batch_is_lost_and_a_statistic_nowhere_define
     ]
     means = _weighted(values, [1, 1])
     assert math.isnan(means["loss"]) and math.isnan(means["jaccard"])
+
+
+def test_an_overlap_that_is_undefined_is_no_nan_that_jax_would_stop_at():
+    model = make("mod")  # of one sparse layer an interval, so that none has an overlap
+    batch_BL1 = np.asarray(tokens(2, 9))
+    with jax.debug_nans(True):
+        record = make_evaluator()(model, model.thresholds(), [batch_BL1, batch_BL1])
+    assert record["jaccard"] is None and record["jaccard_threshold"] is None
+    assert record["coverage"] is not None and 0 <= record["coverage"] <= 1
+    assert record["loss_calibrated"] == pytest.approx(record["loss_threshold"])
