@@ -25,10 +25,12 @@ from typing import Any, NoReturn
 from absl import flags
 from absl import logging as absl_logging
 
+from xmod_jax.claims import RunClaimed
 from xmod_jax.errors import UserError
-from xmod_jax.processes import ProcessLost
-from xmod_jax.training.preemption import REQUEUE, Preempted
+from xmod_jax.processes import REQUEUE, ProcessLost, end_with
+from xmod_jax.training.preemption import Preempted
 
+FAULT = 1  # of the program, with its traceback
 MISTAKE = 2
 INTERRUPTED = 128 + 2  # as a shell reports a process that SIGINT ended
 READER_GONE = 128 + 13  # the same for SIGPIPE
@@ -55,9 +57,10 @@ def run(main: Callable[[], int | None]) -> NoReturn:
 
     Status: what `main` returns (None is 0); 2 with one line on stderr for a wrong flag or argument,
     a `UserError`, or a path that cannot be used or written; 75 when training was asked to leave and
-    has saved, or lost one of its processes; 130 after an interrupt; 141 when the reader of the
-    output has gone. ``--help`` prints the docstring and flags of main's module.
-    Any other exception is a fault of the program and keeps its traceback.
+    has saved, lost one of its processes, or met a run that another worker holds: another start may
+    go on; any other that another process of the run ended with first; 130 after an interrupt; 141
+    when the reader of the output has gone. ``--help`` prints the docstring and flags of main's
+    module. Any other exception is a fault of the program and keeps its traceback.
     """
     # Python has no stream where the caller closed the descriptor.
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
@@ -68,9 +71,15 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     absl_logging.get_absl_logger().addFilter(_worth_logging)
     logging.getLogger("asyncio").addFilter(_worth_logging)
     sys.unraisablehook = _show_unraisable
-    status = _status(main)
-    if status not in (0, REQUEUE) and _among_others():
-        # The interpreter's end would wait for them, who have not got as far.
+    try:
+        status = _status(main)
+    except Exception:
+        if not end_with(FAULT):
+            raise
+        traceback.print_exc()
+        os._exit(FAULT)
+    if status not in (0, REQUEUE) and end_with(status):
+        # The interpreter's end would wait for the others, who have not got as far.
         os._exit(status)
     sys.exit(status)
 
@@ -103,7 +112,8 @@ def check_output_file(given: str) -> None:
 def abandon(lost: ProcessLost) -> NoReturn:
     """Ends the process at once: the interpreter's way out would wait for the one that is lost."""
     _say(str(lost))
-    os._exit(REQUEUE)
+    end_with(lost.status)
+    os._exit(lost.status)
 
 
 def _status(main: Callable[[], int | None]) -> int:
@@ -119,6 +129,9 @@ def _status(main: Callable[[], int | None]) -> int:
         return REQUEUE
     except ProcessLost as lost:
         abandon(lost)
+    except RunClaimed as claimed:
+        _say(str(claimed))
+        return REQUEUE
     except (UserError, flags.Error) as error:
         _say(f"error: {error}")
         return MISTAKE
@@ -164,12 +177,6 @@ def _say(message: str) -> None:
     """Prints a message to stderr as one line, whatever line breaks it has; nobody may listen."""
     with contextlib.suppress(OSError):
         print(" ".join(message.split()), file=sys.stderr, flush=True)
-
-
-def _among_others() -> bool:
-    """Whether this process is connected to others of its run."""
-    jax = sys.modules.get("jax")  # loaded by whatever connects
-    return jax is not None and jax.distributed.is_initialized()
 
 
 def _path_trouble(error: Exception) -> str | None:

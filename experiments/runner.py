@@ -133,6 +133,21 @@ def write_sweep(experiment: Experiment, workdir: pathlib.Path) -> None:
     records.SweepRecord(experiment.name, experiment.scale, runs).write(workdir)
 
 
+def agree(processes: Processes, runs: Sequence[RunConfig], workdir: pathlib.Path) -> None:
+    """Refuses processes that would not train the same runs on the same data in the same folder.
+
+    Raises:
+      UserError: names what differs; or data that cannot be had.
+      OSError: the folder cannot be made or written to.
+    """
+    if processes.count == 1:
+        return
+    data = {run.data.source: sources.load(run.data).hash for run in runs}
+    what = {f"the content of --data={source}": digest for source, digest in data.items()}
+    processes.agree(what | {f"the configuration of {r.name}": config_hash(r) for r in runs})
+    processes.share(workdir)
+
+
 def train_one(
     run: RunConfig,
     directory: pathlib.Path,

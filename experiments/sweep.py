@@ -48,6 +48,7 @@ def main() -> int:
     with cluster.joined() as watch:
         if watch.processes.leads:
             _show(experiment, runs, workdir)
+        runner.agree(watch.processes, runs, workdir)
         write = functools.partial(runner.write_sweep, experiment, workdir)
         watch.processes.from_leader(write)
         outcome = runner.run_all(

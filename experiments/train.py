@@ -60,6 +60,7 @@ def main() -> int:
             experiment = runner.start_from(experiment, _RUN.value, source, _START_SPARSE.value)
         run = experiment.run(_RUN.value)
         workdir = runner.choose_workdir(experiment, _WORKDIR.value)
+        runner.agree(watch.processes, [run], workdir)
         write = functools.partial(runner.write_sweep, experiment, workdir)
         watch.processes.from_leader(write)
         directory = workdir / run.name
