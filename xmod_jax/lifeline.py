@@ -124,6 +124,10 @@ class Lifeline:
         """Tells a latecomer; one that only replaces a lost process comes again by itself."""
         if hello.index and (line := difference([self._me, hello])):
             guest.say(refused=line)
+        guest.say(
+            taken=f"the run of {self._me.count} processes at {self._me.host} has met and goes on "
+            f"without this process {hello.index}: another one was started with that number"
+        )
         guest.close()
 
     def _heard(self, index: int, peer: Peer) -> bool:

@@ -27,6 +27,7 @@ _CONNECT_S = 5  # for one try
 _GREETING_S = 5  # for process 0 to say that it is one
 _SILENT_S = 10  # for one that connects to say who it is
 _STRAGGLERS_S = 10  # that those still to come get once it is known that something is wrong
+_REPLACES_S = 60  # for one that replaces a lost process: the others have ended by then
 _TAKEN_S = 15  # for a port to become free: the run's last attempt may just be ending
 
 # A name or an address, that of IPv6 in brackets.
@@ -303,6 +304,7 @@ def follow(place: Place, me: Hello, asked: Asked, patience_s: float) -> tuple[Pe
     """
     end = time.monotonic() + patience_s
     strange_since = None  # when something else first answered at every port that answers
+    taken_since = None  # when process 0 first said that it goes on without this one
     why = ""
     while time.monotonic() < end:
         greeted = strange = False
@@ -315,9 +317,11 @@ def follow(place: Place, me: Hello, asked: Asked, patience_s: float) -> tuple[Pe
                 peer.close()
                 continue
             peer.say(hello=dataclasses.asdict(me))
-            if met := _answer(peer, me, end, asked):
-                return peer, met
-            why = "process 0 went, or its run goes on without this one"
+            answer = _answer(peer, me, end, asked)
+            if answer and "met" in answer:
+                return peer, answer
+            taken_since = (taken_since or time.monotonic()) if answer else None
+            why = str(answer["taken"]) if answer else "process 0 went"
             peer.close()
             break
         strange_since = (strange_since or time.monotonic()) if strange and not greeted else None
@@ -326,6 +330,8 @@ def follow(place: Place, me: Hello, asked: Asked, patience_s: float) -> tuple[Pe
                 f"another program answers at {place}, where process 0 should: choose another port "
                 "for --coordinator"
             )
+        if taken_since and time.monotonic() - taken_since > _REPLACES_S:
+            raise UserError(why)
         _rest(asked)
     raise NotMet(
         f"process {me.index} of {me.count} found no process 0 at {place} within {patience_s:g} s "
@@ -366,14 +372,14 @@ def _greeted(peer: Peer, name: str, asked: Asked) -> bool:
 
 
 def _answer(peer: Peer, me: Hello, end: float, asked: Asked) -> Message | None:
-    """What process 0 says when all have met; None when it has gone or does not expect this one."""
+    """`met` as process 0 says it, or `taken` when that was before; None when process 0 has gone."""
     try:
         for message in _answers(peer, end, asked):
             if "refused" in message:
                 raise UserError(str(message["refused"]))
             if "left" in message:
                 raise NotMet(str(message["left"]))
-            return message if "met" in message else None
+            return message
     except _AskedToLeave as leaving:
         line = f"process {me.index} was asked to leave before all had met: nothing is lost"
         peer.say(left=line)

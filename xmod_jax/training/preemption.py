@@ -2,8 +2,8 @@
 
 A scheduler sends SIGTERM before it kills, or SIGUSR1 some time ahead where asked to. The run then
 finishes the step it is in, saves, and its command exits with `processes.REQUEUE`, which tells the
-scheduler's script to queue it again. While it waits for data or evaluates there is no step to finish: it saves
-at once, and does what it left out when it resumes.
+scheduler's script to queue it again. While it waits for data or evaluates there is no step to
+finish: it saves at once, and does what it left out when it resumes.
 """
 
 from __future__ import annotations
