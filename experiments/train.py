@@ -10,7 +10,8 @@ run's, from which an X-MoD run is upcycled, or those of the same model. Its firs
 of these weights. The run directory keeps them and where they are from: it resumes without the flag.
 
 On SIGTERM or SIGUSR1 the run saves and the command exits with status 75: start it again and it goes
-on. Several processes train one run together when each is started with its --process_index.
+on. So it does when another worker holds the run, or one of its processes was lost. Several
+processes train one run together when each is started with its --process_index.
 """
 
 from __future__ import annotations
@@ -67,7 +68,13 @@ def main() -> int:
         display = cluster.display([run], watch)
         trainer = cluster.trainer(watch)
         status = runner.train_one(
-            run, directory, trainer, display, _RETRY_FAILED.value, watch.processes
+            run,
+            directory,
+            trainer,
+            display,
+            _RETRY_FAILED.value,
+            watch.processes,
+            lambda: watch.arrived,
         )
     if status is Status.FAILED:
         reason = records.failure(directory)
