@@ -26,11 +26,12 @@ from absl import logging as absl_logging
 
 from experiments import environment, troubles
 from xmod_jax import storage
+from xmod_jax.claims import RunClaimed
 from xmod_jax.errors import UserError
-from xmod_jax.processes import ProcessLost
-from xmod_jax.training.preemption import REQUEUE, Preempted
+from xmod_jax.processes import REQUEUE, ProcessLost, end_with
+from xmod_jax.training.preemption import Preempted
 
-FAULT = 1
+FAULT = 1  # of the program, with its traceback
 MISTAKE = 2
 INTERRUPTED = 128 + 2  # as a shell reports a process that SIGINT ended
 READER_GONE = 128 + 13  # the same for SIGPIPE
@@ -47,9 +48,11 @@ def run(main: Callable[[], int | None]) -> NoReturn:
 
     Status: what `main` returns (None is 0); 2 with one line on stderr for a wrong flag or argument,
     a `UserError`, or what the machine does not give (`troubles`); 75 when training was asked to
-    leave and has saved, or lost one of its processes; 130 after an interrupt; 141 when the reader
-    of the output has gone. ``--help`` prints the docstring and flags of main's module.
-    Any other exception is a fault of the program: status 1, its traceback, and whom to tell.
+    leave and has saved, lost one of its processes, or met a run that another worker holds: another
+    start may go on; any other that another process of the run ended with first; 130 after an
+    interrupt; 141 when the reader of the output has gone. ``--help`` prints the docstring and flags
+    of main's module. Any other exception is a fault of the program: status 1, its traceback, and
+    whom to tell.
     """
     # Python has no stream where the caller closed the descriptor.
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
@@ -61,8 +64,8 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     logging.getLogger("asyncio").addFilter(_worth_logging)
     sys.unraisablehook = _show_unraisable
     status = _status(main)
-    if status not in (0, REQUEUE) and _among_others():
-        # The interpreter's end would wait for them, who have not got as far.
+    if status not in (0, REQUEUE) and end_with(status):
+        # The interpreter's end would wait for the others, who have not got as far.
         os._exit(status)
     sys.exit(status)
 
@@ -95,7 +98,8 @@ def check_output_file(given: str) -> None:
 def abandon(lost: ProcessLost) -> NoReturn:
     """Ends the process at once: the interpreter's way out would wait for the one that is lost."""
     _say(str(lost))
-    os._exit(REQUEUE)
+    end_with(lost.status)
+    os._exit(lost.status)
 
 
 def _status(main: Callable[[], int | None]) -> int:
@@ -118,7 +122,7 @@ def _tell(error: BaseException) -> int:
         case KeyboardInterrupt():
             _say("interrupted")
             return INTERRUPTED
-        case Preempted():
+        case Preempted() | RunClaimed():
             _say(str(error))
             return REQUEUE
         case ProcessLost():
@@ -207,12 +211,6 @@ def _say(message: str) -> None:
     """Prints a message to stderr as one line, whatever line breaks it has; nobody may listen."""
     with contextlib.suppress(OSError):
         print(" ".join(message.split()), file=sys.stderr, flush=True)
-
-
-def _among_others() -> bool:
-    """Whether this process is connected to others of its run."""
-    jax = sys.modules.get("jax")  # loaded by whatever connects
-    return jax is not None and jax.distributed.is_initialized()
 
 
 # Beginnings of Orbax's messages about what is as it shall be, or is told otherwise.

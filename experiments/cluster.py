@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import os
+import pathlib
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
+import experiments
+import xmod_jax
 from experiments import cli
 from experiments.progress import Display
 from experiments.runner import Trainer
@@ -83,11 +88,51 @@ def _processes() -> Processes:
 def joined() -> Iterator[Watch]:
     """Meets the other processes; notes requests to leave while the block runs."""
     processes = _processes()
-    with Watch(processes).signals() as watch, processes.meeting(cli.abandon):
-        import jax
+    with Watch(processes).signals() as watch:
+        what = started_with() if processes.count > 1 else {}
+        with processes.meeting(cli.abandon, what, lambda: watch.arrived):
+            import jax
 
-        jax.devices()  # where there are none, that is told before a folder is made
-        yield watch
+            jax.devices()  # where there are none, that is told before a folder is made
+            yield watch
+
+
+# Flags that may differ between processes: whose they are, and paths, of which the content counts.
+_OWN_FLAGS = ("coordinator", "process_count", "process_index", "workdir", "data", "start_from")
+# What decides about numbers beside the code, whether set by a variable or not at all.
+_SETTINGS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+)
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
+
+
+def started_with() -> dict[str, str]:
+    """What must be equal in all processes of a run, by label: flags, code, packages, settings."""
+    import jax
+
+    command = flags.FLAGS.get_key_flags_for_module(sys.argv[0])
+    found = {f"--{f.name}": _shown(f.value) for f in command if f.name not in _OWN_FLAGS}
+    found["the command"] = sys.modules["__main__"].__spec__.name
+    found["the code in experiments and xmod_jax"] = code_hash()
+    found |= {f"the version of {name}": metadata.version(name) for name in _PACKAGES}
+    return found | {name.upper(): _shown(getattr(jax.config, name)) for name in _SETTINGS}
+
+
+def _shown(value: Any) -> str:
+    return "not given" if value is None else str(value)
+
+
+def code_hash() -> str:
+    """Fingerprint of the Python files that this process runs from."""
+    digest = hashlib.blake2b(digest_size=8)
+    for package in (experiments, xmod_jax):
+        root = pathlib.Path(package.__path__[0])
+        for path in sorted(root.rglob("*.py")):
+            digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def trainer(watch: Watch) -> Trainer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from xmod_jax.config import RunConfig, SparseStart
 from xmod_jax.data import sources
 from xmod_jax.errors import UserError
 from xmod_jax.identity import config_hash
-from xmod_jax.processes import ALONE, Processes
+from xmod_jax.processes import ALONE, REQUEUE, Processes
 from xmod_jax.records import RunRecord, Status
 
 Train = Callable[[RunConfig, pathlib.Path, Callable[[Progress], None]], Any]
@@ -34,6 +35,11 @@ class Outcome:
     done: list[str] = dataclasses.field(default_factory=list)
     failed: dict[str, str] = dataclasses.field(default_factory=dict)
     held: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def status(self) -> int:
+        """Exit status: 75 while there are runs to come back for, else 1 where one failed."""
+        return REQUEUE if self.held else int(bool(self.failed))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +136,8 @@ def _workdir(experiment: Experiment, given: str | None) -> pathlib.Path:
 
 
 _HELD = len(Status)  # beside the places of statuses: another worker has the run
+# For the claim of a machine that has gone: NFS servers free its locks after 90 s.
+_LEASE_S = 120
 
 
 def write_sweep(experiment: Experiment, workdir: pathlib.Path) -> None:
@@ -145,6 +153,28 @@ def write_sweep(experiment: Experiment, workdir: pathlib.Path) -> None:
     records.SweepRecord(experiment.name, experiment.scale, runs).write(workdir)
 
 
+def agree(processes: Processes, runs: Sequence[RunConfig], workdir: pathlib.Path) -> None:
+    """Refuses processes that would not train the same runs on the same data in the same folder.
+
+    Raises:
+      UserError: names what differs; or data that cannot be had.
+      OSError: the folder cannot be made or written to.
+    """
+    if processes.count == 1:
+        return
+    data = {run.data.source: sources.load(run.data).hash for run in runs}
+    what = {f"the content of --data={source}": digest for source, digest in data.items()}
+    processes.agree(what | {f"the configuration of {r.name}": config_hash(r) for r in runs})
+    processes.share(workdir)
+
+
+def note_attempt(directory: pathlib.Path) -> None:
+    """Tells the launch script, where it names a file for that, which run it may see progress in."""
+    if name := os.environ.get("XMOD_ATTEMPT"):
+        with contextlib.suppress(OSError), open(name, "a", encoding="utf-8") as file:
+            file.write(f"{directory.absolute()}\n")
+
+
 def train_one(
     run: RunConfig,
     directory: pathlib.Path,
@@ -152,11 +182,14 @@ def train_one(
     display: Display,
     retry_failed: bool = False,
     processes: Processes = ALONE,
+    asked: Callable[[], bool] = lambda: False,
+    patience_s: float = _LEASE_S,
 ) -> Status:
     """Trains or resumes one run under its claim, unless it is finished or failed already.
 
     Where several processes train it together each calls this. Process 0 holds the claim, and what
-    it finds in the run directory counts for all.
+    it finds in the run directory counts for all. A claim of another machine is waited for until
+    `patience_s` is over or this process `asked` to leave.
 
     Returns:
       How far the run is: done, or failed (now, or before and `retry_failed` is off).
@@ -166,11 +199,12 @@ def train_one(
       UserError: the directory holds a run of another configuration.
     """
     places = list(Status)
+    note_attempt(directory)
     with contextlib.ExitStack() as claim:
 
         def begin() -> int:
             try:
-                claim.enter_context(claims.claim(directory))
+                claim.enter_context(claims.claim(directory, False, patience_s, asked))
             except claims.RunClaimed:
                 return _HELD
             # Looked at under the claim: another worker may just have ended it.
@@ -201,12 +235,13 @@ def run_all(
     display: Display,
     retry_failed: bool = False,
     processes: Processes = ALONE,
+    asked: Callable[[], bool] = lambda: False,
 ) -> Outcome:
     """Trains every run that is neither finished nor held by another worker.
 
     A failed run does not stop the others. Runs that another worker holds are looked at again after
     every round of training, so that those of a worker that died are taken over; when only held runs
-    are left, it returns.
+    are left, those of other machines are waited for, then it returns.
 
     Args:
       runs: what to train, in this order.
@@ -215,17 +250,21 @@ def run_all(
       display: where progress is shown.
       retry_failed: try runs again that failed before; else they stay failed.
       processes: those that train each run together, this one among them.
+      asked: whether this process was asked to leave, and waits no more.
     """
     outcome = Outcome()
     pending = list(runs)
-    ended = True
-    while pending and ended:
+    ended, patience_s = True, 0
+    while pending and (ended or not patience_s):
+        patience_s = 0 if ended else _LEASE_S
         ended = False
         outcome.held.clear()
         for run in list(pending):
             directory = workdir / run.name
             try:
-                status = train_one(run, directory, trainer, display, retry_failed, processes)
+                status = train_one(
+                    *(run, directory, trainer, display, retry_failed, processes, asked, patience_s)
+                )
             except claims.RunClaimed as claimed:
                 outcome.held[run.name] = str(claimed)
                 continue

@@ -268,10 +268,10 @@ def write(experiment: Experiment, workdir: pathlib.Path) -> str:
 
 
 def report(experiment: Experiment, workdir: pathlib.Path, outcome: Outcome) -> int:
-    """Prints what came out of the sweep; returns the exit status: 1 when a run failed."""
+    """Prints what came out of the sweep; returns the exit status."""
     print(write(experiment, workdir))
     for name, holder in outcome.held.items():
         print(f"{name} is still running: {holder}", file=sys.stderr)
     for name, reason in outcome.failed.items():
         print(f"{name} failed: {reason} (--retry_failed tries again)", file=sys.stderr)
-    return 1 if outcome.failed else 0
+    return outcome.status

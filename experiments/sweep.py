@@ -6,7 +6,9 @@ Prints the plan, then trains. A finished run is never repeated and an interrupte
 any interruption start the same command again. Several workers may share one work directory (on one
 machine or a file system with locks); --shard=i/n divides the runs between them beforehand.
 
-On SIGTERM or SIGUSR1 the run at hand saves and the command exits with status 75.
+On SIGTERM or SIGUSR1 the run at hand saves and the command exits with status 75, as it does when
+nothing is left but runs that other workers hold: start it again and it goes on. Status 1: a run has
+failed.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ def main() -> int:
     with cluster.joined() as watch:
         if watch.processes.leads:
             _show(experiment, runs, workdir)
+        runner.agree(watch.processes, runs, workdir)
         write = functools.partial(runner.write_sweep, experiment, workdir)
         watch.processes.from_leader(write)
         outcome = runner.run_all(
@@ -58,9 +61,10 @@ def main() -> int:
             cluster.display(runs, watch),
             _RETRY_FAILED.value,
             watch.processes,
+            lambda: watch.arrived,
         )
     if not watch.processes.leads:
-        return 0
+        return outcome.status
     from experiments import summary  # only now: a plan or a mistake needs none of what it loads
 
     return summary.report(experiment, workdir, outcome)

@@ -10,7 +10,8 @@ run's, from which an X-MoD run is upcycled, or those of the same model. Its firs
 of these weights. The run directory keeps them and where they are from: it resumes without the flag.
 
 On SIGTERM or SIGUSR1 the run saves and the command exits with status 75: start it again and it goes
-on. Several processes train one run together when each is started with its --process_index.
+on. So it does when another worker holds the run, or one of its processes was lost. Several
+processes train one run together when each is started with its --process_index.
 """
 
 from __future__ import annotations
@@ -60,13 +61,20 @@ def main() -> int:
             experiment = runner.start_from(experiment, _RUN.value, source, _START_SPARSE.value)
         run = experiment.run(_RUN.value)
         workdir = runner.choose_workdir(experiment, _WORKDIR.value)
+        runner.agree(watch.processes, [run], workdir)
         write = functools.partial(runner.write_sweep, experiment, workdir)
         watch.processes.from_leader(write)
         directory = workdir / run.name
         display = cluster.display([run], watch)
         trainer = cluster.trainer(watch)
         status = runner.train_one(
-            run, directory, trainer, display, _RETRY_FAILED.value, watch.processes
+            run,
+            directory,
+            trainer,
+            display,
+            _RETRY_FAILED.value,
+            watch.processes,
+            lambda: watch.arrived,
         )
     if status is Status.FAILED:
         reason = records.failure(directory)

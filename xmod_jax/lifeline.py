@@ -1,155 +1,152 @@
-"""How the processes of a run notice at once that one of them died.
+"""How the processes of a run notice at once that one of them died, or ended and with what status.
 
-JAX notices after a minute of silence, and then aborts the others. Here every process keeps a TCP
-connection to process 0, which breaks as soon as either end dies, and which the kernel probes for an
-end that vanished without a word.
+JAX notices after a minute of silence, and then aborts the others. Here every process keeps its
+connection to process 0, over which they met (`xmod_jax.rendezvous`): it breaks as soon as either
+end dies, and one that ends in good order says so first. Process 0 passes on what it hears.
 """
 
 from __future__ import annotations
 
-import contextlib
-import secrets
-import selectors
+import queue
 import socket
-import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 
-_BYE = b"."  # an end that is closed without this has died
-_HELLO = struct.Struct("!q")
-_CONNECT_S = 60
-_PROBES = (  # a node without power is noticed after 10 + 4 * 5 s
-    (socket.SO_KEEPALIVE, socket.SOL_SOCKET, 1),
-    (getattr(socket, "TCP_KEEPIDLE", None), socket.IPPROTO_TCP, 10),
-    (getattr(socket, "TCP_KEEPINTVL", None), socket.IPPROTO_TCP, 5),
-    (getattr(socket, "TCP_KEEPCNT", None), socket.IPPROTO_TCP, 4),
-)
+from xmod_jax.rendezvous import Asked, Door, Hello, Judge, difference, ready
+from xmod_jax.wire import Message, Peer
+
+_HOUR_S = 3600  # nothing is looked at meanwhile that does not wake the thread
 
 
 class Lifeline:
-    """The connections of one process: to process 0, or, in process 0, to all others."""
+    """The connections of one process: to process 0, or, in process 0, to all others.
+
+    Attributes:
+      lost: set once another process died or ended early.
+      status: what that one ended with; None: it died without a word.
+      who: its number.
+    """
 
     def __init__(
         self,
-        listener: socket.socket | None,
-        peers: list[socket.socket],
-        secret: int,
-        lost: Callable[[], None],
+        me: Hello,
+        door: Door | None,
+        peers: Mapping[int, Peer],
+        token: str,
+        on_loss: Callable[[], None],
+        asked: Asked,
     ) -> None:
         """Starts to watch.
 
         Args:
-          listener: where the others connect; in process 0 only.
-          peers: connections that are there already.
-          secret: what a connection must begin with to count.
-          lost: called once, in a thread, when an end breaks that did not take its leave.
+          me: what this process said of itself.
+          door: where latecomers are told that all have met; in process 0 only.
+          peers: connections to the others, by number.
+          token: known to the run's processes alone.
+          on_loss: called once, in a thread, when another process died or ended early.
+          asked: whether this process was asked to leave.
         """
-        self.broken = False
-        self._listener, self._peers, self._secret, self._lost = listener, peers, secret, lost
-        self._selector = selectors.DefaultSelector()
+        self.token, self.asked = token, asked
+        self.lost = threading.Event()
+        self.status: int | None = None
+        self.who = 0
+        self._me, self._door, self._on_loss = me, door, on_loss
+        self._peers = dict(peers)
+        self._left: set[int] = set()  # those that said that they go on without the others
+        self._compared: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
         self._wake, self._woken = socket.socketpair()
-        for watched in (listener, *peers, self._woken):
-            if watched is not None:
-                self._selector.register(watched, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._watch, daemon=True, name="lifeline")
         self._thread.start()
 
-    def close(self, leaving: bool) -> None:
-        """Stops watching; `leaving`: all is well, the others need not follow."""
-        self._wake.send(_BYE)
+    def compare(self, what: Mapping[str, str], judge: Judge) -> str | None:
+        """What process 0's judge says of the values of all, for which it waits.
+
+        None as well when meanwhile a process is lost (`lost`), or this one was `asked` to leave.
+        """
+        if self._door is None:
+            self._tell(compare=dict(what))
+            answer = self._next()
+            return answer[1]["verdict"] if answer else None
+        whats = {0: what}
+        while len(whats) <= len(self._peers):
+            if (said := self._next()) is None:
+                return None
+            whats[said[0]] = said[1]["compare"]
+        line = judge(whats)
+        self._tell(verdict=line)
+        return line
+
+    def _next(self) -> tuple[int, Message] | None:
+        """The next word of a comparison; None once a process is lost or this one asked to leave."""
+        while True:
+            try:
+                return self._compared.get(timeout=0.1)
+            except queue.Empty:
+                if self.lost.is_set() or self.asked():
+                    return None
+
+    def leave(self) -> None:
+        """All is well: whatever becomes of this process, the others need not follow."""
+        self._tell(left=True)
+
+    def end(self, status: int) -> None:
+        """Tells the others that this process ends with a status that ends them as well."""
+        self._tell(end=status, who=self._me.index)
+
+    def _tell(self, **message: object) -> None:
+        for peer in list(self._peers.values()):
+            peer.say(**message)
+
+    def close(self) -> None:
+        """Stops watching and closes the connections."""
+        self._wake.send(b".")
         self._thread.join()
-        for peer in self._peers:
-            with contextlib.suppress(OSError):
-                if leaving:
-                    peer.send(_BYE)
-            peer.close()
-        for end in (self._listener, self._wake, self._woken):
+        for end in (*self._peers.values(), self._door, self._wake, self._woken):
             if end is not None:
                 end.close()
-        self._selector.close()
 
     def _watch(self) -> None:
+        watched = dict(self._peers)
         while True:
-            for key, _ in self._selector.select():
-                if key.fileobj is self._woken:
-                    return
-                if key.fileobj is self._listener:
-                    self._welcome()
-                    continue
-                assert isinstance(key.fileobj, socket.socket)
-                if not self._still_there(key.fileobj):
-                    self.broken = True
-                    self._lost()
-                    return
-
-    def _welcome(self) -> None:
-        assert self._listener is not None
-        peer, _ = self._listener.accept()
-        _probe(peer)
-        peer.settimeout(_CONNECT_S)  # a stranger may connect and say nothing
-        with contextlib.suppress(OSError):
-            if peer.recv(_HELLO.size, socket.MSG_WAITALL) == _HELLO.pack(self._secret):
-                self._peers.append(peer)
-                self._selector.register(peer, selectors.EVENT_READ)
+            door = self._door.watched() if self._door else []
+            # A guest that says nothing is sent away in time only where somebody looks.
+            able = ready([self._woken, *door, *watched.values()], 1 if len(door) > 1 else _HOUR_S)
+            if self._woken in able:
                 return
-        peer.close()
+            if self._door:
+                for guest, hello in self._door.received(able):
+                    self._send_away(guest, hello)
+            for index, peer in list(watched.items()):
+                if peer in able and not self._heard(index, peer):
+                    del watched[index]
 
-    def _still_there(self, peer: socket.socket) -> bool:
-        """Whether an end that has something to read is well; one that left is not watched on."""
-        try:
-            well = peer.recv(1) == _BYE
-        except OSError:
-            well = False
-        self._selector.unregister(peer)
-        return well
+    def _send_away(self, guest: Peer, hello: Hello) -> None:
+        """Tells a latecomer; one that only replaces a lost process comes again by itself."""
+        if hello.index and (line := difference([self._me, hello])):
+            guest.say(refused=line)
+        guest.say(
+            taken=f"the run of {self._me.count} processes at {self._me.host} has met and goes on "
+            f"without this process {hello.index}: another one was started with that number"
+        )
+        guest.close()
 
+    def _heard(self, index: int, peer: Peer) -> bool:
+        """Takes in what a peer says; False when there is nothing more to come."""
+        messages = peer.hear()
+        for message in messages or ():
+            if "left" in message:
+                self._left.add(index)
+            elif type(message.get("end")) is int:
+                self._lose(int(message.get("who", index)), message["end"])
+            else:
+                self._compared.put((index, message))
+        if messages is None and index not in self._left:
+            self._lose(index, None)
+        return messages is not None
 
-@contextlib.contextmanager
-def tied(
-    host: str,
-    leads: bool,
-    agree: Callable[[int], int],
-    leaving: tuple[type[BaseException], ...],
-    lost: Callable[[], None],
-) -> Iterator[Lifeline]:
-    """Ties this process to process 0 while the block runs.
-
-    Args:
-      host: of process 0.
-      leads: whether this is process 0.
-      agree: gives every process the number (below 2^31) that process 0 passes to it.
-      leaving: exceptions with which all processes leave the block: nothing is wrong then.
-      lost: called in a thread when another process died; not once the block is left.
-
-    Raises:
-      OSError: process 0 cannot be reached.
-    """
-    listener, peers = None, []
-    if leads:
-        dual = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if dual else socket.AF_INET
-        listener = socket.create_server(("", 0), family=family, dualstack_ipv6=dual)
-    port = agree(listener.getsockname()[1] if listener else 0)
-    secret = agree(secrets.randbits(31))
-    if not leads:
-        peer = socket.create_connection((host, port), _CONNECT_S)
-        peer.settimeout(None)
-        _probe(peer)
-        peer.sendall(_HELLO.pack(secret))
-        peers.append(peer)
-    line = Lifeline(listener, peers, secret, lost)
-    well = False
-    try:
-        yield line
-        well = True
-    except leaving:
-        well = True
-        raise
-    finally:
-        line.close(well)
-
-
-def _probe(connection: socket.socket) -> None:
-    for option, level, value in _PROBES:
-        if option is not None:  # macOS lacks one of them
-            connection.setsockopt(level, option, value)
+    def _lose(self, who: int, status: int | None) -> None:
+        if self.lost.is_set():
+            return
+        self.who, self.status = who, status
+        self.lost.set()
+        threading.Thread(target=self._on_loss, daemon=True, name="loss").start()

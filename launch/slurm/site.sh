@@ -4,6 +4,11 @@
 # Options of sbatch for every job (by submit.sh), such as: --account=ACCOUNT --partition=PARTITION --qos=QOS
 XMOD_SBATCH=${XMOD_SBATCH:-}
 
+# CPUs and memory (in GB) for each GPU that a job asks for, where it names no --cpus-... or --mem itself:
+# Slurm alone would give a node's GPUs one CPU. Empty: leave it to the site's own defaults.
+XMOD_CPUS_PER_GPU=${XMOD_CPUS_PER_GPU-8}
+XMOD_GB_PER_GPU=${XMOD_GB_PER_GPU-60}
+
 # The command that runs what follows in a container, such as: apptainer exec --nv IMAGE
 # It stands behind srun, and must not be srun itself. By default launch/local.sh, which makes a virtual
 # environment in the checkout.

@@ -63,6 +63,20 @@ def test_seeds_become_their_mean_and_other_differences_stay_duplicates(tmp_path)
     assert "duplicated" in message and "tuned" in message
 
 
+def test_dense_runs_of_two_recipes_are_never_averaged(tmp_path):
+    dense, sparse = _runs()[:2]
+    tuned = dataclasses.replace(dense.train, alignment=0.5)
+    for name, run in (
+        ("dense", dense),
+        ("sparse", sparse),
+        ("tuned", dataclasses.replace(dense, train=tuned)),
+    ):
+        write_run(tmp_path / name, run)
+    message = _refusal(lambda: collect([tmp_path]))
+    assert "no seeds of one training" in message
+    assert f"{tmp_path}/dense = {tmp_path}/tuned" in message
+
+
 def test_unfinished_and_other_architectures_are_left_out_with_a_note(tmp_path):
     dense, *others = _runs("main_556m")
     write_run(tmp_path / "dense", dense)

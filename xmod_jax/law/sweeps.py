@@ -14,7 +14,7 @@ from xmod_jax import records
 from xmod_jax.config import RunConfig
 from xmod_jax.errors import UserError
 from xmod_jax.identity import seedless_hash
-from xmod_jax.law.observations import Row
+from xmod_jax.law.observations import Row, dense_places, refuse
 
 # What the law describes; MoD, MoE and the controls have no K and A in its sense.
 _DESCRIBED = ("dense", "xmod")
@@ -79,6 +79,11 @@ def collect(paths: Iterable[pathlib.Path], loss: Loss = Loss.CALIBRATED) -> Coll
     for run in reversed(distinct.values()):
         replicates[seedless_hash(run.config)].append(run)
     rows = [_row(group, loss) for group in replicates.values()]
+    refuse(
+        "dense runs at one compute that are no seeds of one training (another recipe?), so that "
+        "neither is the reference; fit each recipe on its own: ",
+        [" = ".join(row.source for row in same) for same in dense_places(rows) if len(same) > 1],
+    )
     if len(rows) < len(distinct):
         notes.append(f"{len(distinct)} runs make {len(rows)} rows: the mean over seeds")
     return Collected(rows, notes)

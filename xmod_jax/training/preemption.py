@@ -1,9 +1,9 @@
 """Being asked to leave: SIGTERM and SIGUSR1 end a run at its next step, saved.
 
 A scheduler sends SIGTERM before it kills, or SIGUSR1 some time ahead where asked to. The run then
-finishes the step it is in, saves, and its command exits with `REQUEUE`, which tells the scheduler's
-script to queue it again. While it waits for data or evaluates there is no step to finish: it saves
-at once, and does what it left out when it resumes.
+finishes the step it is in, saves, and its command exits with `processes.REQUEUE`, which tells the
+scheduler's script to queue it again. While it waits for data or evaluates there is no step to
+finish: it saves at once, and does what it left out when it resumes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import TypeVar, cast
 
 from xmod_jax.processes import ALONE, LeavingTogether, Processes
 
-REQUEUE = 75  # EX_TEMPFAIL: come back later
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 T = TypeVar("T")
 
