@@ -7,6 +7,7 @@ import pytest
 from experiments import law_tables, report_evidence
 from tests.law.sweep_directories import MINI_LAW, write_run, write_sweeps
 from xmod_jax import records
+from xmod_jax.law import observation_files
 from xmod_jax.law import observations as obs
 from xmod_jax.law import sweeps
 from xmod_jax.law.terms import LawFile
@@ -30,7 +31,7 @@ def law(tmp_path):
         folder.mkdir()
         file.save(folder / "law.json")
         if files:
-            (folder / report_evidence.OBSERVATIONS).write_text(obs.to_csv(rows))
+            (folder / report_evidence.OBSERVATIONS).write_text(observation_files.to_csv(rows))
             kinds = [
                 law_tables.Predicted("fitted", table, predicted),
                 law_tables.Predicted("withheld", table, predicted + 0.03, "L=32"),
