@@ -167,13 +167,13 @@ def _refuse_names(output: pathlib.Path) -> None:
         return
     resolved = output.resolve()
     for given in _INPUT.value:
-        if (pathlib.Path(given) / shards.MANIFEST).exists() and resolved != pathlib.Path(
-            given
-        ).resolve():
+        path = pathlib.Path(given)
+        made = all((path / name).exists() for name in (shards.MANIFEST, preparation.SETTINGS))
+        if made and path.resolve() != resolved:
             raise UserError(
                 f"--input={given} is prepared already: train on it with --data={shlex.quote(given)}"
             )
-        if pathlib.Path(given).resolve() in (resolved, *resolved.parents):
+        if path.resolve() in (resolved, *resolved.parents):
             raise UserError(
                 f"--output={output} lies within --input={given}: choose a folder outside of it"
             )

@@ -87,8 +87,9 @@ def test_data_that_is_not_what_its_name_says_is_never_left_out(tmp_path, name):
         assert "a Git LFS pointer" in refused(folder, kind=chosen)
 
 
-def test_what_spark_leaves_is_no_data(tmp_path):
-    folder = made(tmp_path, "part-0.parquet", "_temporary/0.parquet", "_delta_log/0.json")
+def test_what_programs_leave_is_no_data(tmp_path):
+    left = ("_temporary/0.parquet", "_delta_log/0.json", "__pycache__/a.png")
+    folder = made(tmp_path, "part-0.parquet", *left)
     for name in ("_SUCCESS", "_metadata", "_common_metadata", "_started_12", "_committed_12"):
         (folder / name).write_bytes(b"PAR1" if "metadata" in name else b"")
     assert found(folder) == ({"part-0.parquet": "parquet"}, [])

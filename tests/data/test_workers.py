@@ -29,7 +29,8 @@ def _refuse(number: int, tell) -> None:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_every_item_is_worked_on_and_told(count):
-    told, ended = [], []
+    told: list[tuple[int, int]] = []
+    ended: list[int] = []
     workers.spread(_square, [(i,) for i in range(5)], count, told.append, lambda: ended.append(1))
     assert sorted(told) == [(i, i * i) for i in range(5)] and len(ended) == 5
 

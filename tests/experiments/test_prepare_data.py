@@ -78,7 +78,7 @@ def _lock_is_a_folder(tmp_path: pathlib.Path) -> list[str]:
         (_flag("--tokenizer=gpt2", "--vocabulary=/nowhere"), "/nowhere/vocab.bpe: no such file"),
         (_flag("--documents=file", "--source=jsonl"), "not JSON"),
         (_flag("--input="), "--input is missing"),
-        (_flag("--input=/dev/stdin"), "can be read but once"),
+        (_flag("--input=/dev/null"), "can be read but once"),
         (_flag("--output=out\udcff"), "a name that is not UTF-8"),
         (_flag("--output=/dev/null/out"), "/dev/null"),
         (_flag("--output=" + "a" * 300), "File name too long"),
@@ -99,6 +99,7 @@ def test_warnings_are_counted_and_repeated_at_the_end(tmp_path):
     (tmp_path / "texts" / "README.md").write_text("card")
     (tmp_path / "texts" / "1.txt").write_bytes(b"a stray \0 in a line\n\xff\n")
     flags = ["--documents=line", "--replace_invalid", "--field=body", "--tokenizer=bytes"]
+    flags.append("--heldout_share=0.2")
     done = run_command(
         "prepare_data", f"--input={tmp_path}/texts", f"--output={tmp_path}/out", *flags
     )

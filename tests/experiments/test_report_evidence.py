@@ -7,9 +7,8 @@ import pytest
 from experiments import law_tables, report_evidence
 from tests.law.sweep_directories import MINI_LAW, write_run, write_sweeps
 from xmod_jax import records
-from xmod_jax.law import observation_files
+from xmod_jax.law import observation_files, sweeps
 from xmod_jax.law import observations as obs
-from xmod_jax.law import sweeps
 from xmod_jax.law.terms import LawFile
 
 SWEEPS = ["k_sweep_2k", "k_sweep_32k"]

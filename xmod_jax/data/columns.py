@@ -72,6 +72,6 @@ def _is_text(kind: pyarrow.DataType) -> bool:
         return _is_text(kind.value_type)
     if isinstance(kind, pyarrow.BaseExtensionType):  # JSON is text, a UUID is not
         return not types.is_fixed_size_binary(kind.storage_type) and _is_text(kind.storage_type)
-    tests = (types.is_string, types.is_large_string, types.is_string_view, types.is_null)
-    tests += (types.is_binary, types.is_large_binary, types.is_binary_view)
-    return any(test(kind) for test in (*tests, types.is_fixed_size_binary))
+    strings = (types.is_string, types.is_large_string, types.is_string_view, types.is_null)
+    binaries = (types.is_binary, types.is_large_binary, types.is_binary_view)
+    return any(test(kind) for test in (*strings, *binaries, types.is_fixed_size_binary))

@@ -31,7 +31,7 @@ _CARD = re.compile(
 )
 # What Spark and Delta Lake leave beside their parquet files; no reader takes it for data.
 _LEFT_BY_SPARK = re.compile(r"_SUCCESS|_metadata|_common_metadata|_(committed|started)_\w+")
-_FOLDERS_OF_SPARK = ("_temporary", "_delta_log", "_spark_metadata")
+_PASSED_BY = ("_temporary", "_delta_log", "_spark_metadata", "__pycache__", "__MACOSX")
 _BY_HAND = "take it away, name the files one by one, or choose one kind by --source"
 
 
@@ -199,7 +199,7 @@ def _refuse_mixture(folder: pathlib.Path, data: list[_Look], kind: str | None) -
 
 
 def _files(folder: pathlib.Path, above: set[pathlib.Path]) -> Iterator[pathlib.Path]:
-    """The files below a folder, through links, but for hidden ones and what Spark leaves.
+    """The files below a folder, through links, but for hidden ones and what programs leave.
 
     `above` are the folders on the way there, which a link may lead back to.
     """
@@ -210,7 +210,7 @@ def _files(folder: pathlib.Path, above: set[pathlib.Path]) -> Iterator[pathlib.P
         if entry.name.startswith("."):
             continue
         if entry.is_dir():
-            if entry.name not in _FOLDERS_OF_SPARK:
+            if entry.name not in _PASSED_BY:
                 yield from _files(entry, above | {real})
         elif entry.is_file():
             if not _LEFT_BY_SPARK.fullmatch(entry.name):

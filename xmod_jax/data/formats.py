@@ -93,8 +93,8 @@ def _wide(head: bytes) -> str | None:
     if head.count(0) < 2:
         return None
     fours, twos = [_nulls(head, 4, i) for i in range(4)], [_nulls(head, 2, i) for i in range(2)]
-    for order, upper in (("LE", (2, 3)), ("BE", (0, 1))):
-        if min(fours[i] for i in upper) > 0.9 and min(fours) < 0.1:
+    for order, uppers in (("LE", (2, 3)), ("BE", (0, 1))):
+        if min(fours[i] for i in uppers) > 0.9 and min(fours) < 0.1:
             return _recode(f"UTF-32{order}")
     for order, upper in (("LE", 1), ("BE", 0)):
         if twos[upper] > 0.3 and twos[1 - upper] < 0.05:

@@ -68,6 +68,8 @@ def spread(
         raise
     finally:
         pool.shutdown(cancel_futures=True)
+    for part in _waiting_parts(parts):  # told just before the last calls ended
+        tell(part)
 
 
 def leave_if_orphaned() -> None:
