@@ -95,8 +95,11 @@ def steps(title: str, unit: str) -> Iterator[Callable[[int, int], None]]:
     ) as bar:
 
         def update(done: int, total: int) -> None:
+            first = bar.n == 0
             bar.total = total
             bar.update(done - bar.n)
+            if first:
+                bar.refresh()  # a log file shall not wait for the first estimate
 
         yield update
 
