@@ -201,8 +201,7 @@ def test_padding_enters_neither_the_smallest_selected_logit_nor_a_mean(valid):
     """The second sequence has fewer real tokens than are selected, or none at all."""
     problem = make_problem(0, 2, 12, 8, 1, jnp.float32)
     valid_BL = jnp.arange(12) < jnp.array([12, valid])[:, None]
-    options = {"sparsity": 3, "valid_BL": valid_BL}
-    out = routed_stage(UPDATE, *problem, **options)
+    out = routed_stage(UPDATE, *problem, sparsity=3, valid_BL=valid_BL)
     z_BL = np.asarray(problem.x_BLD @ problem.router_SD[0])
     smallest = [np.sort(z_BL[0])[-4]]
     if valid:
@@ -212,11 +211,11 @@ def test_padding_enters_neither_the_smallest_selected_logit_nor_a_mean(valid):
 
 def test_sequences_of_padding_alone_give_no_loss_and_no_gradient():
     problem = make_problem(0, 2, 12, 8, 3, jnp.float32)
-    options = {"sparsity": 3, "valid_BL": jnp.zeros((2, 12), bool)}
+    none_BL = jnp.zeros((2, 12), bool)
 
     def alignment(router_SD):
-        problem_with = problem._replace(router_SD=router_SD)
-        return routed_stage(UPDATE, *problem_with, **options).alignment_S.sum()
+        given = problem._replace(router_SD=router_SD)
+        return routed_stage(UPDATE, *given, sparsity=3, valid_BL=none_BL).alignment_S.sum()
 
     value, gradient = jax.value_and_grad(alignment)(problem.router_SD)
     assert value == 0 and not np.any(gradient)

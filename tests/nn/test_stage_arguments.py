@@ -16,6 +16,7 @@ from xmod_jax.nn.routed_stage import Dense, routed_stages
 from xmod_jax.nn.threshold_stage import threshold_stages
 
 B, L, D, S = 2, 12, 8, 3
+DENSE = Dense(lambda params, x_BLD, _: (x_BLD, None), lambda *each: (each[0], each[-1]))
 PROBLEM = make_problem(0, B, L, D, S, jnp.float32)
 BLOCK, GATES = PROBLEM.params
 FIRST_TWO = {name: leaf[:2] for name, leaf in BLOCK.items()}
@@ -139,13 +140,13 @@ def test_numbers_and_arrays_of_numpy_are_as_good_as_others():
     ("layers", "message"),
     [
         ({"anchor_params": jnp.ones((1, D))}, "^anchor and anchor_params .*, anchor is missing"),
-        ({"anchor": Dense(None, None)}, "^anchor and .*, anchor_params is missing"),
+        ({"anchor": DENSE}, "^anchor and .*, anchor_params is missing"),
         (
-            {"anchor": Dense(None, None), "anchor_params": jnp.ones((2, D))},
+            {"anchor": DENSE, "anchor_params": jnp.ones((2, D))},
             r"^anchor_params must be \[N, ...\] with \[N\] = \[1\]",
         ),
-        ({"lead": Dense(None, None), "lead_params": jnp.ones((1, 2))}, "^lead_params .* of 3"),
-        ({"lead": Dense(None, None), "lead_params": jnp.ones(1)}, "^lead_params"),
+        ({"lead": DENSE, "lead_params": jnp.ones((1, 2))}, "^lead_params .* of 3"),
+        ({"lead": DENSE, "lead_params": jnp.ones(1)}, "^lead_params"),
     ],
 )
 def test_anchors_and_leads_fit_the_stages(run, layers, message):
