@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -65,6 +67,62 @@ def bridged_stack():
         return nnx.merge(layout, state, jax.tree.map(lambda leaf: leaf, rest))(rows)
 
     return states, block
+
+
+def my_loss(blocks, block, x_BLD, router_SD):
+    positions_BL = jnp.broadcast_to(jnp.arange(L), (B, L))
+    params = blocks, jnp.ones(S)
+    out = routed_stage(gated_residual(block), params, router_SD, x_BLD, positions_BL, sparsity=K)
+    return jnp.mean(out.x_BLD.astype(jnp.float32) ** 2) + jnp.mean(out.alignment_S)
+
+
+def my_arrays():
+    x_BLD = jax.random.normal(jax.random.key(1), (B, L, D))
+    return x_BLD, 0.3 * jax.random.normal(jax.random.key(2), (S, D))
+
+
+def test_a_stage_of_mine_goes_through_the_transformations_of_jax():
+    blocks, block = linen_stack()
+    x_BLD, router_SD = my_arrays()
+    of_x = lambda x_BLD: my_loss(blocks, block, x_BLD, router_SD)
+    want = jax.jit(jax.grad(of_x))(x_BLD)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
+    close(jax.jit(jax.grad(jax.checkpoint(of_x)))(x_BLD), want)
+    close(jax.jit(jax.vmap(jax.grad(of_x)))(x_BLD[None])[0], want)
+    loop = lambda x_BLD: jax.lax.scan(lambda total, x: (total + of_x(x), None), 0.0, x_BLD[None])[0]
+    close(jax.jit(jax.grad(loop))(x_BLD), want)
+    assert jax.eval_shape(jax.grad(of_x), x_BLD).shape == x_BLD.shape
+    close(jax.jit(jax.grad(of_x), donate_argnums=0)(x_BLD + 0), want)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_a_stage_of_mine_runs_in_half_precision(dtype):
+    blocks, block = linen_stack()
+    x_BLD, router_SD = my_arrays()
+    gradient = jax.jit(jax.grad(lambda x_BLD: my_loss(blocks, block, x_BLD, router_SD)))
+    got, want = gradient(x_BLD.astype(dtype)), gradient(x_BLD)
+    assert got.dtype == dtype
+    assert np.linalg.norm(got.astype(jnp.float32) - want) < 0.1 * np.linalg.norm(want)
+
+
+def test_integers_and_random_keys_among_my_parameters_are_constants():
+    """Dropout by a key for each layer, of a rate by its number."""
+    x_BLD, router_SD = my_arrays()
+    keys, number = jax.random.split(jax.random.key(3), S), jnp.arange(1, S + 1)
+
+    def block(params, rows, positions):
+        keep = jax.random.bernoulli(params["key"], 1 / params["number"], rows.shape)
+        return rows * params["scale"] * keep
+
+    def of_scale(scale_SD):
+        blocks = {"scale": scale_SD, "key": keys, "number": number}
+        return my_loss(blocks, block, x_BLD, router_SD)
+
+    scale_SD = jnp.full((S, D), 0.5)
+    gradient = jax.jit(jax.grad(of_scale))(scale_SD)
+    step = jnp.zeros_like(scale_SD).at[0].set(1e-2)
+    slope = (of_scale(scale_SD + step) - of_scale(scale_SD - step)) / 2e-2
+    np.testing.assert_allclose(jnp.sum(gradient[0]), slope, rtol=2e-2)
 
 
 @pytest.mark.parametrize("stack", [nnx_stack, linen_stack, bridged_stack])

@@ -72,8 +72,9 @@ def gradients(config: ModelConfig, compute: Compute) -> Decoder:
     routing = dataclasses.replace(config.routing, bias_scale=tau)
     model = filled(dataclasses.replace(config, compute=compute, routing=routing), kinds)
     random, each = np.random.default_rng(0), np.repeat(np.arange(kinds), LENGTH // kinds)
-    tokens_BL = np.stack([random.permutation(each) for _ in range(BATCH)]).astype(np.int32)
-    targets_BL = np.full_like(tokens_BL, 9)
+    drawn = [random.permutation(each) for _ in range(BATCH)]
+    tokens_BL = jnp.asarray(np.stack(drawn), jnp.int32)
+    targets_BL = jnp.full_like(tokens_BL, 9)
 
     def loss(model: Decoder) -> jax.Array:
         states_BLD, outputs = model(tokens_BL, TopK())

@@ -146,3 +146,11 @@ def test_the_probe_refuses_a_dense_ragged_dot():
     assert not grouped._is_lean(jax.lax.ragged_dot, shapes, needed)
     plain = lambda rows, weight, sizes: rows @ weight[0] + sizes[0]
     assert grouped._is_lean(plain, shapes, needed)
+
+
+def test_the_probe_refuses_what_no_flops_are_told_of(monkeypatch):
+    shapes = (jax.ShapeDtypeStruct((4, 4), jnp.float32),)
+    assert grouped._is_lean(jnp.sin, shapes, 1e9)
+    silent = lambda compiled: {"bytes accessed": 1.0}
+    monkeypatch.setattr(jax.stages.Compiled, "cost_analysis", silent)
+    assert not grouped._is_lean(jnp.sin, shapes, 1e9)

@@ -109,8 +109,8 @@ def test_keys_and_values_read_by_many_blocks_of_rows_get_a_sum_in_float32(monkey
 
     def gradients(dtype):
         def objective(k, v):
-            given = (each.astype(dtype) for each in (q_BCHE, k, v))
-            out = attention.selected_attention(*given, position_BC)
+            q, k, v = (each.astype(dtype) for each in (q_BCHE, k, v))
+            out = attention.selected_attention(q, k, v, position_BC)
             return (out.astype(jnp.float32) * jnp.arange(1.0, 1 + E)).sum()
 
         return jax.grad(objective, argnums=(0, 1))(k_BLGE, v_BLGE)

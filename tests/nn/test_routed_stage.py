@@ -196,6 +196,31 @@ def test_padding_neither_competes_nor_changes_nor_counts():
         assert np.array_equal(x_BLD[1, 2:], problem.x_BLD[1, 2:])
 
 
+@pytest.mark.parametrize("valid", [12, 2, 0])
+def test_padding_enters_neither_the_smallest_selected_logit_nor_a_mean(valid):
+    """The second sequence has fewer real tokens than are selected, or none at all."""
+    problem = make_problem(0, 2, 12, 8, 1, jnp.float32)
+    valid_BL = jnp.arange(12) < jnp.array([12, valid])[:, None]
+    out = routed_stage(UPDATE, *problem, sparsity=3, valid_BL=valid_BL)
+    z_BL = np.asarray(problem.x_BLD @ problem.router_SD[0])
+    smallest = [np.sort(z_BL[0])[-4]]
+    if valid:
+        smallest.append(np.sort(z_BL[1, :valid])[-min(4, valid)])
+    np.testing.assert_allclose(out.kth_S, [np.mean(smallest)], rtol=1e-5)
+
+
+def test_sequences_of_padding_alone_give_no_loss_and_no_gradient():
+    problem = make_problem(0, 2, 12, 8, 3, jnp.float32)
+    none_BL = jnp.zeros((2, 12), bool)
+
+    def alignment(router_SD):
+        given = problem._replace(router_SD=router_SD)
+        return routed_stage(UPDATE, *given, sparsity=3, valid_BL=none_BL).alignment_S.sum()
+
+    value, gradient = jax.value_and_grad(alignment)(problem.router_SD)
+    assert value == 0 and not np.any(gradient)
+
+
 def test_a_sequence_does_not_depend_on_its_batch():
     problem = make_problem(1, 4, 17, 8, 5, jnp.float32)
     run = lambda x_BLD, positions_BL: (

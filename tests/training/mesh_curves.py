@@ -20,7 +20,7 @@ import numpy as np
 from experiments import hlo
 from tests.training import small
 from xmod_jax import sharding
-from xmod_jax.config import BYTE_VOCABULARY, Backbone, ModelConfig, MoE, Routing, RunConfig
+from xmod_jax.config import BYTE_VOCABULARY, Backbone, ModelConfig, MoE, Routing, RunConfig, Sparse
 from xmod_jax.hierarchy import Hierarchy, StageGroup
 from xmod_jax.training.step import Metrics, TrainState, abstract_state, make_step
 
@@ -32,11 +32,19 @@ MODELS = {
     "mod": ModelConfig(BACKBONE, Hierarchy(1, (StageGroup(2, 1),), 4), Routing.mod()),
     "xmod": ModelConfig(BACKBONE, Hierarchy(0, (StageGroup(2, 4),), 4)),
     "moe": ModelConfig(BACKBONE, Hierarchy.dense(2), moe=MoE(4, 2, 1, 16, bias_rate=0.01)),
+    "routed_ffn": ModelConfig(
+        BACKBONE,
+        Hierarchy(1, (StageGroup(1, 8, attentions=2),), 4),
+        Routing(sparse=Sparse.FFN),
+    ),
+    "full_kv": ModelConfig(
+        BACKBONE, Hierarchy(0, (StageGroup(2, 4),), 4), Routing(sparse=Sparse.FULL_KV)
+    ),
 }
 
 
 def run_config(architecture: str) -> RunConfig:
-    """The run; warm-up is short, so that all of it moves. ``xmod_kept`` keeps its products."""
+    """The run; warm-up is short, so that all of it moves. ``NAME_kept`` keeps its products."""
     name, kept, _ = architecture.partition("_kept")
     config = small.run(
         batch_size=BATCH, context_length=LENGTH, steps=STEPS, keep_products=bool(kept)

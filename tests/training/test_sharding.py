@@ -23,6 +23,7 @@ from xmod_jax.training.evaluation import make_evaluator
 from xmod_jax.training.step import abstract_state, make_step
 
 PRODUCT = "data:2+fsdp:2+tensor:2"
+OTHERS = ("dense", "mod", "moe", "routed_ffn", "full_kv")
 
 
 def curves(*parts):
@@ -37,7 +38,8 @@ def xmod():
 @pytest.fixture(scope="module")
 def others():
     meshes = f"one,data:8,fsdp:8,{PRODUCT}"
-    return curves("xmod=one,data:8", *(f"{name}={meshes}" for name in ("dense", "mod", "moe")))
+    kept = (f"{name}_kept=one,{PRODUCT}" for name in ("moe", "routed_ffn"))
+    return curves("xmod=one,data:8", *(f"{name}={meshes}" for name in OTHERS), *kept)
 
 
 def deviating(found):
@@ -93,13 +95,13 @@ def test_a_layers_matrices_are_gathered_one_layer_at_a_time(xmod):
 @pytest.mark.slow
 @pytest.mark.drill
 def test_every_architecture_on_every_mesh_trains_as_on_one_device(others):
-    assert len(others) == 2 + 3 * 4 and deviating(others) == []
+    assert len(others) == 2 + 5 * 4 + 2 * 2 and deviating(others) == []
 
 
 @pytest.mark.slow
 @pytest.mark.drill
 def test_no_architecture_exchanges_activations_or_routing(others):
-    assert {name.split()[0] for name in others} == {"xmod", "dense", "mod", "moe"}
+    assert {name.split()[0].removesuffix("_kept") for name in others} == {"xmod", *OTHERS}
     assert foreign(others) == []
 
 
