@@ -1,4 +1,4 @@
-"""Text tables and short numbers for terminals."""
+"""Text tables and short numbers for terminals, and whole numbers from them."""
 
 from __future__ import annotations
 
@@ -41,3 +41,9 @@ def duration(seconds: float) -> str:
         if whole >= size:
             return f"{whole // size}{unit}{whole % size // part:02d}{small}"
     return f"{whole}s"
+
+
+def whole(text: str, least: int, most: int) -> bool:
+    """Whether a text is a whole number within bounds."""
+    # Python makes no number of thousands of digits.
+    return text.isdecimal() and len(text) < 100 and least <= int(text) <= most
