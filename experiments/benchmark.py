@@ -118,7 +118,7 @@ def _depths(count: int) -> tuple[int, ...]:
 
 
 def _integers(name: str, values: list[str], least: int, most: int) -> tuple[int, ...]:
-    if not values or not all(v.isdecimal() and least <= int(v) <= most for v in values):
+    if not values or not all(tables.whole(v, least, most) for v in values):
         raise UserError(f"--{name}={','.join(values)}: whole numbers from {least} to {most}")
     return tuple(map(int, values))
 

@@ -15,7 +15,7 @@ from xmod_jax.records import RunRecord, Status
 
 def shard(runs: Sequence[RunConfig], text: str) -> Sequence[RunConfig]:
     """The part of `runs` that ``"i/n"`` names: every n-th from i on; UserError when malformed."""
-    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
     if match is None or int(match[1]) >= int(match[2]):
         raise UserError(f"--shard={text} is not i/n with 0 <= i < n, for instance 0/4")
     return runs[int(match[1]) :: int(match[2])]

@@ -108,7 +108,7 @@ def _checks(mesh: str, devices: int) -> list[Check]:
 
 def _whole_contexts(default: list[str]) -> list[int]:
     contexts = _CONTEXTS.value or default
-    if not all(each.isdecimal() and int(each) for each in contexts):
+    if not all(tables.whole(each, 1, 10**15) for each in contexts):
         raise UserError(f"--contexts={','.join(contexts)}: whole numbers of tokens")
     return [int(each) for each in contexts]
 

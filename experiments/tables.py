@@ -1,4 +1,4 @@
-"""Text tables, and how every table and figure writes a number."""
+"""Text tables, how every table and figure writes a number, and whole numbers that are read."""
 
 from __future__ import annotations
 
@@ -87,3 +87,9 @@ def duration(seconds: float) -> str:
         if whole >= size:
             return f"{whole // size}{unit}{whole % size // part:02d}{small}"
     return f"{whole}s"
+
+
+def whole(text: str, least: int, most: int) -> bool:
+    """Whether a text is a whole number within bounds."""
+    # Python makes no number of thousands of digits.
+    return text.isdecimal() and len(text) < 100 and least <= int(text) <= most

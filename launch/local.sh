@@ -57,35 +57,36 @@ make_environment() {
   fi
 }
 
-# Takes out of the environment what would install elsewhere, otherwise, or nothing. Where packages
-# come from and how to get there stay the user's.
-keep_own_settings() {
-  local name
-  for name in "${!PIP_@}"; do
-    case ${name#PIP_} in
-      *INDEX* | FIND_LINKS | TRUSTED_HOST | *CERT* | *PROXY* | *TIMEOUT | RETRIES | *CACHE*) ;;
-      CONFIG_FILE | KEYRING_PROVIDER | USE_FEATURE | USE_DEPRECATED | LOG | NO_COLOR) ;;
-      *) unset "$name" ;;
-    esac
-  done
-  unset PYTHONPATH UV_{BUILD_CONSTRAINT,CONSTRAINT,DIRECTORY,DRY_RUN,EXCLUDE,EXCLUDE_NEWER} \
-    UV_{NO_BINARY,NO_BUILD,NO_BUILD_ISOLATION,OVERRIDE,PREFIX,PROJECT,PYTHON,REQUIRE_HASHES} \
-    UV_{SYSTEM_PYTHON,TARGET,WORKING_DIRECTORY}
-}
+# What the installers are started by: without the variables that would have them install elsewhere,
+# otherwise, or nothing. Where packages come from and how to get there stay the user's.
+start_installer=(env -u PYTHONPATH)
+for name in "${!PIP_@}"; do
+  case ${name#PIP_} in
+    *INDEX* | FIND_LINKS | TRUSTED_HOST | *CERT* | *PROXY* | *TIMEOUT | RETRIES | *CACHE*) ;;
+    CONFIG_FILE | KEYRING_PROVIDER | USE_FEATURE | USE_DEPRECATED | LOG | NO_COLOR) ;;
+    *) start_installer+=(-u "$name") ;;
+  esac
+done
+for name in {BUILD_CONSTRAINT,CONSTRAINT,DIRECTORY,DRY_RUN,EXCLUDE,EXCLUDE_NEWER,NO_BINARY} \
+  {NO_BUILD,NO_BUILD_ISOLATION,OVERRIDE,PREFIX,PROJECT,PYTHON,REQUIRE_HASHES,SYSTEM_PYTHON} \
+  {TARGET,WORKING_DIRECTORY}; do
+  start_installer+=(-u "UV_$name")
+done
 
 # `install ARGUMENT ...` as pip takes them. -I keeps PYTHONPATH from passing for the environment.
-install() (
-  keep_own_settings
+install() {
   if command -v uv >/dev/null; then
-    uv pip install --quiet --python "$venv/bin/python" "$@" && return
+    "${start_installer[@]}" uv pip install --quiet --python "$venv/bin/python" "$@" && return
     # It does not read pip's settings, such as a site's mirror or certificates.
     say "uv failed, see above; trying pip"
   fi
   # An environment that uv filled has no pip.
-  "$venv/bin/python" -I -c 'import pip' 2>/dev/null || "$venv/bin/python" -I -m ensurepip >/dev/null
+  "$venv/bin/python" -I -c 'import pip' 2>/dev/null ||
+    "${start_installer[@]}" "$venv/bin/python" -I -m ensurepip >/dev/null
   # A site's pip.conf may ask for the user's own folder, where no environment looks.
-  "$venv/bin/python" -I -m pip install -qq --disable-pip-version-check --no-user "$@"
-)
+  "${start_installer[@]}" "$venv/bin/python" -I -m pip install -qq --disable-pip-version-check \
+    --no-user "$@"
+}
 
 # The checkout itself. An editable install writes beside the sources; where it cannot, a copy serves
 # for its name and version: commands run in the checkout and import what stands there.

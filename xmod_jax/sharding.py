@@ -86,7 +86,7 @@ class MeshShape:
         """
         counts: dict[str, int] = {}
         for part in text.split(","):
-            match = re.fullmatch(r"\s*(\w+)\s*:\s*(\d+)\s*", part)
+            match = re.fullmatch(r"\s*(\w+)\s*:\s*(\d{1,9})\s*", part)
             if match is None or match[1] not in AXES or match[1] in counts or int(match[2]) < 1:
                 raise UserError(
                     f"--mesh={text} is not a list of axis:devices with the axes "

@@ -227,7 +227,7 @@ def test_the_fallback_never_installs_for_the_user(checkout: _Checkout) -> None:
     _script(checkout.tools / "python3", _PYTHON.format(real=sys.executable))
     assert checkout.run("true", does="fail", PIP_USER="1")[0] == 0
     calls = checkout.log.read_text().splitlines()
-    with_pip = [call for call in calls if call.startswith("pip")]
+    with_pip = [call for call in calls if call.startswith("pip -I")]
     assert len(with_pip) == 2 and all("--no-user" in call for call in with_pip)
 
 
