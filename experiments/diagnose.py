@@ -38,9 +38,9 @@ def main() -> None:
         raise UserError("--workdir is missing: give run or sweep directories, comma-separated")
     runs = _with_checkpoint(records.find_runs(_WORKDIR.value))
     folder = pathlib.Path(_WORKDIR.value[0])
-    for place in (folder, *(run.directory for run in runs)):
-        if not os.access(place, os.W_OK):  # found after the work, it would be lost
-            raise UserError(f"{place}: cannot be written to: diagnose keeps its results there")
+    for directory in (folder, *(run.directory for run in runs)):
+        if not os.access(directory, os.W_OK):  # found after the work, it would be lost
+            raise UserError(f"{directory}: cannot be written to: diagnose keeps its results there")
     found: dict[str, Diagnostics] = {}
     # A name may stand in several directories.
     repeated = len({run.config.name for run in runs}) < len(runs)

@@ -89,7 +89,7 @@ def _evaluate() -> tuple[dict[str, Any], Any, list[str]]:
     names = _TASKS.value or ()
     manager, tasks = harness_tasks.load(names, _INCLUDE.value or (), _FEWSHOT.value)
     tracker = EvaluationTracker(output_path=_OUTPUT.value)
-    settings = {
+    settings: dict[str, Any] = {
         "pretrained": _CHECKPOINT.value,
         "max_length": _LENGTH.value,
         "threshold": _THRESHOLD.value,

@@ -54,8 +54,9 @@ def measure(
     state = trained.load(run)
     asked = sequences or train.eval_sequences
     batches = pipeline.eval_batches(dataset, train.context_length, run.config.micro_batch, asked)
-    heldout = [part.heldout for part in getattr(dataset, "parts", (dataset,))]
-    count = min(asked, sum((len(tokens) - 1) // train.context_length for tokens in heldout))
+    parts = dataset.parts if isinstance(dataset, sources.Mixture) else (dataset,)
+    windows = sum((len(part.heldout) - 1) // train.context_length for part in parts)
+    count = min(asked, windows)
     with progress.steps(title, "sequences") as tell:
         found = diagnose(
             state.model, state.thresholds, batches, jit, lambda done: tell(done, count)

@@ -121,6 +121,7 @@ def test_more_sequences_than_there_are_is_said(trained, monkeypatch, capsys):
     """And the time that is left is that of those there are."""
     run = RunRecord.load(trained / "xmod_a1k4")
     whole = sources.load(run.config.data)
+    assert isinstance(whole, sources.Dataset)
     short = dataclasses.replace(whole, heldout=whole.heldout[:100])
     monkeypatch.setattr(sources, "load", lambda data: short)
     found, _ = report_diagnostics.measure(run, 1000)

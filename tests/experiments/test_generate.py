@@ -136,7 +136,9 @@ def said(saved, tmp_path_factory):
     (folder / "lines").write_bytes("one\x0ctwo\u2028three\r\n\r\nfour \x85".encode())
     (folder / "long").write_text("\n".join([*FITTING, "more tokens than a cache may keep"]))
     few, asked = ("--max_tokens=2",), ("--max_tokens=12", "--format=json", "--temperature=1")
-    lines = {place: (*few, *arguments) for place, (arguments, _, _) in enumerate(FLAGS)}
+    lines: dict[int | str, tuple[str, ...]] = {
+        place: (*few, *arguments) for place, (arguments, _, _) in enumerate(FLAGS)
+    }
     lines |= {
         "lines": (*few, "--format=json", "--prompt_file=FOLDER/lines"),
         "together": (*asked, *(f"--prompt={prompt}" for prompt in PROMPTS)),
