@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -223,7 +224,7 @@ def test_devices_sum_gradients_in_float32_where_activations_are_bfloat16(name):
     config = mesh_curves.run_config(name)
     model = dataclasses.replace(config.model, compute=Compute.BFLOAT16)
     config = dataclasses.replace(config, model=model)
-    mesh = AbstractMesh((2, 2, 2), sharding.AXES)
+    mesh: Any = AbstractMesh((2, 2, 2), sharding.AXES)
     batch = jax.ShapeDtypeStruct((mesh_curves.BATCH, mesh_curves.LENGTH + 1), np.int32)
     traced = jax.make_jaxpr(make_step(config, mesh))(abstract_state(config), batch)
     sums = [
