@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
 import re
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from tests.devices import run_module
+from tests.nn import jaxprs
 from tests.training import mesh_curves, mesh_evaluation, small
 from xmod_jax import sharding
+from xmod_jax.config import Compute
 from xmod_jax.errors import UserError
 from xmod_jax.nn import routing
 from xmod_jax.sharding import MeshShape
@@ -210,3 +216,24 @@ def test_a_process_feeds_whole_parts_of_a_batch(monkeypatch, spans, rows, part):
             sharding.rows_of_process(mesh, rows)
     else:
         assert sharding.rows_of_process(mesh, rows) == part
+
+
+@pytest.mark.parametrize("name", list(mesh_curves.MODELS))
+def test_devices_sum_gradients_in_float32_where_activations_are_bfloat16(name):
+    """Along `tensor` a block's activations are summed as they are: a term for each device."""
+    config = mesh_curves.run_config(name)
+    model = dataclasses.replace(config.model, compute=Compute.BFLOAT16)
+    config = dataclasses.replace(config, model=model)
+    mesh: Any = AbstractMesh((2, 2, 2), sharding.AXES)
+    batch = jax.ShapeDtypeStruct((mesh_curves.BATCH, mesh_curves.LENGTH + 1), np.int32)
+    traced = jax.make_jaxpr(make_step(config, mesh))(abstract_state(config), batch)
+    sums = [
+        (equation.params.get("axes", equation.params.get("axis_name")), var.aval)
+        for equation in jaxprs.equations(traced.jaxpr)
+        if equation.primitive.name in ("psum", "psum2", "reduce_scatter", "psum_scatter")
+        for var in equation.invars
+    ]
+    assert any("fsdp" in axes for axes, _ in sums) and any("tensor" in axes for axes, _ in sums)
+    for axes, aval in sums:
+        narrow = aval.dtype == jnp.bfloat16
+        assert not narrow or (axes == ("tensor",) and aval.ndim >= 2), (axes, aval)
