@@ -128,7 +128,8 @@ def _tell(error: BaseException) -> int:
         case ProcessLost():
             abandon(error)
         case UserError() | flags.Error():
-            _say(f"error: {error}")
+            repeated = _repeated()
+            _say(f"error: {error}" + (f" ({repeated})" if repeated else ""))
             return MISTAKE
         # A pipe to a worker process can break as well, and that is a fault to be seen.
         case BrokenPipeError() if _reader_gone():
@@ -155,8 +156,6 @@ def _parse_and_call(main: Callable[[], int | None]) -> int:
     for flag in map(flags.FLAGS.__getitem__, flags.FLAGS):
         if flag.present:  # from an earlier command of this process
             flag.unparse()
-        # Of two values one would be dropped without a word.
-        flag.allow_overwrite = isinstance(flag, flags.MultiFlag)
     extra = flags.FLAGS(sys.argv)[1:]
     if extra:
         raise UserError(
@@ -164,7 +163,20 @@ def _parse_and_call(main: Callable[[], int | None]) -> int:
         )
     for name in flags.FLAGS:
         _check_value(name, flags.FLAGS[name])
-    return main() or 0
+    status = main() or 0
+    if repeated := _repeated():
+        _say(f"warning: {repeated}")
+    return status
+
+
+def _repeated() -> str:
+    """Which flags were given several times, of which one value alone was taken."""
+    several = [
+        f"--{name} was given {flag.present} times, {flag.value!r} was taken"
+        for name, flag in ((name, flags.FLAGS[name]) for name in flags.FLAGS)
+        if flag.present > 1 and not isinstance(flag, flags.MultiFlag)
+    ]
+    return "; ".join(several)
 
 
 def _check_value(name: str, flag: flags.Flag) -> None:

@@ -72,19 +72,11 @@ def test_a_value_that_a_flag_cannot_take_is_one_line(command: str, here: pathlib
 
 
 @pytest.mark.parametrize("command", _FLAGS)
-def test_a_flag_that_is_unknown_twice_or_no_flag_is_one_line(command: str) -> None:
-    right, names = _FLAGS[command]
-    twice = [*right, f"--{names.split()[0]}=a", f"--{names.split()[0]}=b"]
-    calls = [[*right, "--no_such_flag=1"], [*right, "stray"], twice, ["--flagfile=/nowhere"]]
+def test_a_flag_that_is_unknown_or_no_flag_is_one_line(command: str) -> None:
+    right, _ = _FLAGS[command]
+    calls = [[*right, "--no_such_flag=1"], [*right, "stray"], ["--flagfile=/nowhere"]]
     told = _assert_refused(command, [*calls, ["--flagfile=/"]])
-    assert "no_such_flag" in told[0] and "stray" in told[1] and "already" in told[2]
-
-
-def test_a_number_of_thousands_of_digits_inside_a_value_is_one_line() -> None:
-    nines = "9" * 5000
-    right = _FLAGS["sweep"][0]
-    calls = [[*right, f"--shard=0/{nines}"], [*right, f"--mesh=data:{nines}"]]
-    _assert_refused("sweep", calls)
+    assert "no_such_flag" in told[0] and "stray" in told[1]
 
 
 @pytest.mark.parametrize("command", _PATHS)

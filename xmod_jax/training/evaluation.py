@@ -109,13 +109,13 @@ def make_evaluator(mesh: Mesh | None = None) -> Evaluator:
     return evaluate
 
 
-def _defined(statistics: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _defined(statistics: dict[str, Any]) -> dict[str, Any]:
     """With NaN in place of what is undefined."""
     empty = lambda name, value: name != "loss" and value == _UNDEFINED
     return {n: np.float32("nan") if empty(n, v) else v for n, v in statistics.items()}
 
 
-def _weighted(values: list[dict[str, np.ndarray]], rows: list[int]) -> dict[str, float]:
+def _weighted(values: list[dict[str, Any]], rows: list[int]) -> dict[str, float]:
     """Means over batches by their rows; of a statistic over the batches that define it."""
     means = {}
     for name in values[0]:
