@@ -1,5 +1,6 @@
 """A sweep trains every run once, resumes, and never takes a run from another worker."""
 
+import contextlib
 import dataclasses
 import io
 import subprocess
@@ -90,7 +91,30 @@ def test_a_run_of_another_worker_is_left_to_it_and_named(tmp_path):
     assert list(outcome.held) == [NAMES[2]]
     assert "process" in outcome.held[NAMES[2]]
     assert outcome.done == [name for name in NAMES if name != NAMES[2]]
+    assert outcome.status == 75
     assert records.status(tmp_path / NAMES[2]) is Status.UNFINISHED
+
+
+def test_a_run_of_a_machine_that_has_gone_is_waited_for_when_nothing_else_is_left(tmp_path):
+    held = contextlib.ExitStack()
+    held.enter_context(claims.claim(tmp_path / NAMES[0]))
+    (tmp_path / NAMES[0] / claims.LOCK).write_text("elsewhere process 7\nboot 00000000\n")
+    seen: list[str] = []
+
+    def asked():
+        assert seen == NAMES[1:]  # others were trained before it was waited for
+        held.close()  # the file server gives the lock free
+        return False
+
+    outcome = sweep(tmp_path, trainer(seen=seen), asked=asked)
+    assert sorted(outcome.done) == sorted(NAMES) and outcome.status == 0
+
+
+def test_the_launch_script_is_told_which_runs_it_may_see_progress_in(tmp_path, monkeypatch):
+    monkeypatch.setenv("XMOD_ATTEMPT", str(tmp_path / "attempt"))
+    sweep(tmp_path / "sweep", trainer())
+    told = (tmp_path / "attempt").read_text().splitlines()
+    assert told == [str(tmp_path / "sweep" / name) for name in NAMES]
 
 
 def test_a_run_released_meanwhile_is_taken_over(tmp_path):
