@@ -58,7 +58,7 @@ def test_a_claim_of_another_machine_is_waited_for_and_taken_over(tmp_path):
     worker = subprocess.Popen([sys.executable, "-c", CLAIM, tmp_path], stdout=subprocess.PIPE)
     assert worker.stdout is not None and worker.stdout.readline() == b"held\n"
     of_another_machine(tmp_path)
-    looks = []
+    looks: list[None] = []
 
     def asked():
         looks.append(None)

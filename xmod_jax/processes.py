@@ -111,8 +111,8 @@ class Processes:
             if missing:
                 flags = ", ".join(f"--{n.removeprefix('XMOD_').lower()}" for n in missing)
                 raise UserError(f"processes: {flags} ({', '.join(missing)}) missing beside others")
-            numbers = [_whole(*pair) for pair in zip(_VARIABLES[1:], given[1:], strict=True)]
-            return cls(*numbers, coordinator=str(given[0]))
+            total, number = map(_whole, _VARIABLES[1:], given[1:])
+            return cls(total, number, str(given[0]))
         if (step := slurm.step(environment)) is None:
             return cls()
         place = Place(step.host, step.ports, step.name)

@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from xmod_jax.errors import UserError
 from xmod_jax.wire import Message, Peer
@@ -87,12 +87,19 @@ class Hello:
         said = message.get("hello")
         if not isinstance(said, dict):
             return None
-        index, count, what, host = (said.get(n) for n in ("index", "count", "what", "host"))
-        numbers = all(type(value) is int and value >= 0 for value in (index, count))
-        texts = isinstance(what, dict) and isinstance(host, str)
-        if not (numbers and texts and all(isinstance(v, str) for v in what.values())):
+        index, count = (said.get(name) for name in ("index", "count"))
+        what, host = said.get("what"), said.get("host")
+        if not (_is_number(index) and _is_number(count)):
+            return None
+        if not (isinstance(what, dict) and isinstance(host, str)):
+            return None
+        if not all(isinstance(value, str) for value in what.values()):
             return None
         return cls(index, count, what, host)
+
+
+def _is_number(value: Any) -> TypeGuard[int]:
+    return type(value) is int and value >= 0
 
 
 def difference(hellos: Sequence[Hello]) -> str | None:
