@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -168,10 +169,10 @@ def test_when_a_process_is_killed_the_other_ends_with_one_line_and_both_resume(a
     check_same_curve(alone, directory)
 
 
-def start(command, *flags):
+def start(command, *flags, root=ROOT):
     return subprocess.Popen(
         [sys.executable, *command, *flags],
-        cwd=ROOT,
+        cwd=root,
         env=environment(1),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -216,6 +217,19 @@ def test_commands_that_were_started_differently_are_refused_before_they_train(
     assert statuses == [2, 2], lines
     assert all(told in line for line in lines)
     assert not (tmp_path / "w").exists()
+
+
+def test_processes_of_different_code_are_refused(tmp_path):
+    for package in ("experiments", "xmod_jax"):
+        shutil.copytree(ROOT / package, tmp_path / package)
+    (tmp_path / "xmod_jax" / "model.py").open("a").write("# mended on one node alone\n")
+    command = ["-m", "experiments.train", "--experiment=k_sweep_32k", "--scale=mini", "--run=dense"]
+    command += [f"--coordinator={coordinator()}", "--process_count=2", f"--workdir={tmp_path}/w"]
+    roots = (ROOT, tmp_path)
+    children = [start(command, f"--process_index={i}", root=root) for i, root in enumerate(roots)]
+    statuses, lines = ends(children)
+    assert statuses == [2, 2], lines
+    assert all("the code in experiments and xmod_jax is" in line for line in lines)
 
 
 def test_a_work_directory_that_is_not_one_folder_is_refused_and_nothing_is_left(tmp_path):

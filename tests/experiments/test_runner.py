@@ -5,6 +5,7 @@ import dataclasses
 import io
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -13,7 +14,9 @@ from experiments.progress import Display
 from experiments.runner import Trainer, choose_workdir, run_all, write_sweep
 from tests.experiments.fake_training import FakeFailure, FakeProgress, fake_train, trainer
 from xmod_jax import claims, records, storage
+from xmod_jax.data import sources
 from xmod_jax.errors import UserError
+from xmod_jax.processes import ALONE
 from xmod_jax.records import Status
 
 EXPERIMENT = registry.get("k_sweep_32k", "mini")
@@ -231,3 +234,19 @@ def test_train_one_returns_how_far_the_run_is(tmp_path):
     assert runner.train_one(run, tmp_path, failing, display) is Status.FAILED
     assert runner.train_one(run, tmp_path, trainer(), display) is Status.FAILED
     assert runner.train_one(run, tmp_path, trainer(), display, True) is Status.DONE
+
+
+def test_processes_compare_the_runs_and_the_content_of_their_data(tmp_path):
+    compared: list[dict[str, str]] = []
+    shared: list[object] = []
+    processes = types.SimpleNamespace(count=2, agree=compared.append, share=shared.append)
+    for seed in (0, 1):
+        runner.agree(processes, EXPERIMENT.override(seed=seed).runs[:2], tmp_path)
+    one, other = compared
+    data = EXPERIMENT.runs[0].data
+    assert one.pop("the content of --data=embedded") == sources.load(data).hash
+    assert list(one) == [f"the configuration of {name}" for name in NAMES[:2]]
+    assert all(one[label] != other[label] for label in one)
+    assert shared == [tmp_path] * 2
+    # A process that is alone compares nothing, and loads no data ahead.
+    runner.agree(ALONE, EXPERIMENT.override(data="nowhere").runs, tmp_path)
