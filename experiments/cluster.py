@@ -113,9 +113,13 @@ def started_with() -> dict[str, str]:
     """What must be equal in all processes of a run, by label: flags, code, packages, settings."""
     import jax
 
-    command = flags.FLAGS.get_key_flags_for_module(sys.argv[0])
-    found = {f"--{f.name}": _shown(f.value) for f in command if f.name not in _OWN_FLAGS}
-    found["the command"] = sys.modules["__main__"].__spec__.name
+    given = [
+        flag
+        for module, defined in flags.FLAGS.flags_by_module_dict().items()
+        if module == sys.argv[0] or module.startswith("experiments.")
+        for flag in defined
+    ]
+    found = {f"--{f.name}": _shown(f.value) for f in given if f.name not in _OWN_FLAGS}
     found["the code in experiments and xmod_jax"] = code_hash()
     found |= {f"the version of {name}": metadata.version(name) for name in _PACKAGES}
     return found | {name.upper(): _shown(getattr(jax.config, name)) for name in _SETTINGS}

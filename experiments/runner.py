@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import pathlib
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -254,13 +255,14 @@ def run_all(
     """
     outcome = Outcome()
     pending = list(runs)
-    ended, patience_s = True, 0
-    while pending and (ended or not patience_s):
-        patience_s = 0 if ended else _LEASE_S
+    ended, until = True, 0.0  # until: what is held by other machines is waited for
+    while pending and (ended or not until):
+        until = 0.0 if ended else time.monotonic() + _LEASE_S
         ended = False
         outcome.held.clear()
         for run in list(pending):
             directory = workdir / run.name
+            patience_s = max(0.0, until - time.monotonic()) if until else 0.0
             try:
                 status = train_one(
                     *(run, directory, trainer, display, retry_failed, processes, asked, patience_s)

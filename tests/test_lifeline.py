@@ -1,9 +1,8 @@
-"""A process that dies is noticed at once; one that leaves is not missed."""
+"""A process that dies or ends is noticed at once, with its status; one that leaves is not."""
 
 from __future__ import annotations
 
 import contextlib
-import queue
 import socket
 import subprocess
 import sys
@@ -11,107 +10,146 @@ import threading
 
 import pytest
 
-from xmod_jax import lifeline
+from xmod_jax.lifeline import Lifeline
+from xmod_jax.rendezvous import Door, Hello, differing
+from xmod_jax.wire import Peer
 
-_LONG = 60  # seconds within which anything here happens
-
-
-class Left(Exception):
-    pass
+_LONG = 30  # seconds within which anything here happens
 
 
 class Run:
-    """A leader and a follower in two threads, each in `tied` until it is told how to leave."""
+    """The lifelines of process 0 and its followers; `lost` says who missed another."""
 
-    def __init__(self) -> None:
-        self.lost: dict[bool, threading.Event] = {True: threading.Event(), False: threading.Event()}
-        self.orders: dict[bool, queue.Queue] = {True: queue.Queue(), False: queue.Queue()}
-        self.passed: queue.Queue[int] = queue.Queue()
-        self.tied = threading.Barrier(3)
-        self.threads = {leads: self._start(leads) for leads in (True, False)}
-        self.tied.wait(_LONG)
+    def __init__(self, count: int) -> None:
+        self.listener = socket.create_server(("localhost", 0))
+        self.address = self.listener.getsockname()
+        self.lost = [threading.Event() for _ in range(count)]
+        self.asked = [False] * count
+        ends, others = {}, {}
+        for index in range(1, count):
+            others[index] = Peer(socket.create_connection(self.address, _LONG))
+            ends[index] = Peer(self.listener.accept()[0])
+        self.lines = [self._line(0, count, Door(self.listener, ""), ends)]
+        self.lines += [self._line(i, count, None, {0: others[i]}) for i in range(1, count)]
 
-    def _agree(self, leads: bool, value: int) -> int:
-        if leads:
-            self.passed.put(value)
-            return value
-        return self.passed.get(timeout=_LONG)
-
-    def _start(self, leads: bool) -> threading.Thread:
-        thread = threading.Thread(target=self._live, args=(leads,), daemon=True)
-        thread.start()
-        return thread
-
-    def _live(self, leads: bool) -> None:
-        agree = lambda value: self._agree(leads, value)
-        tie = lifeline.tied("localhost", leads, agree, (Left,), self.lost[leads].set)
-        with contextlib.suppress(Left, ValueError), tie as self.line:
-            self.tied.wait(_LONG)
-            if order := self.orders[leads].get(timeout=_LONG):
-                raise order
-
-    def leave(self, leads: bool, how: Exception | None = None) -> None:
-        self.orders[leads].put(how)
-        self.threads[leads].join(_LONG)
-        assert not self.threads[leads].is_alive()
-
-
-@pytest.mark.parametrize("leads", [True, False])
-@pytest.mark.parametrize("how", [None, Left()])
-def test_one_that_leaves_is_not_missed(leads, how):
-    run = Run()
-    run.leave(leads, how)
-    run.leave(not leads)
-    assert not run.lost[True].is_set() and not run.lost[False].is_set()
-
-
-@pytest.mark.parametrize("leads", [True, False])
-def test_one_that_fails_is_missed(leads):
-    run = Run()
-    run.leave(leads, ValueError())
-    assert run.lost[not leads].wait(_LONG)
-    run.leave(not leads)
-    assert not run.lost[leads].is_set()
+    def _line(self, index, count, door, peers):
+        asked = lambda: self.asked[index]
+        return Lifeline(Hello(index, count), door, peers, "token", self.lost[index].set, asked)
 
 
 @pytest.fixture
-def leader():
-    """A leader in `tied`: the numbers it passed on, whether it lost anyone, its lifeline."""
-    lost = threading.Event()
-    told: list[int] = []
-
-    def agree(value: int) -> int:
-        told.append(value)
-        return value
-
-    with lifeline.tied("localhost", True, agree, (), lost.set) as line:
-        yield told, lost, line
+def run():
+    made = Run(3)
+    yield made
+    for line in made.lines:
+        with contextlib.suppress(OSError):
+            line.close()
 
 
-def test_a_stranger_at_the_port_neither_counts_nor_hurts(leader):
-    (port, _), lost, line = leader
-    with socket.create_connection(("localhost", port)) as stranger:
-        stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
-        with contextlib.suppress(ConnectionResetError):
-            assert stranger.recv(1) == b""  # hung up on
-    assert not lost.is_set() and not line.broken
+@pytest.mark.parametrize("index", [0, 1])
+def test_one_that_leaves_is_not_missed(run, index):
+    run.lines[index].leave()
+    run.lines[index].close()
+    other = run.lines[1 - index]
+    # What it says after its leave has been read as well.
+    other._thread.join(0.2)
+    assert not any(lost.is_set() for lost in run.lost)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_one_that_dies_without_a_word_is_missed(run, index):
+    run.lines[index].close()
+    assert run.lost[1 - index].wait(_LONG)
+    assert run.lines[1 - index].lost.is_set() and run.lines[1 - index].status is None
+
+
+@pytest.mark.parametrize(("index", "missing"), [(0, [1, 2]), (2, [0])])
+def test_one_that_ends_says_with_what_status(run, index, missing):
+    run.lines[index].end(2)
+    run.lines[index].close()
+    for other in missing:
+        assert run.lost[other].wait(_LONG)
+        assert (run.lines[other].who, run.lines[other].status) == (index, 2)
+
+
+def compared(run, values):
+    """What each process is told of the values of all."""
+    told: dict[int, str | None] = {}
+
+    def compare(index):
+        told[index] = run.lines[index].compare({"x": values[index]}, differing)
+
+    threads = [threading.Thread(target=compare, args=(i,)) for i in range(len(values))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(_LONG)
+    return [told[index] for index in range(len(values))]
+
+
+def test_values_are_compared_again_and_again_and_all_are_told_the_same(run):
+    for _ in range(3):
+        assert compared(run, "aaa") == [None] * 3
+        (line,) = set(compared(run, "aab"))
+        assert "x is a in processes 0, 1, b in process 2" in line
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_comparison_ends_when_a_process_is_lost_meanwhile(run, index):
+    run.lines[2].close() if index == 0 else run.lines[0].close()
+    assert run.lines[index].compare({}, differing) is None
+    assert run.lines[index].lost.is_set()
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_comparison_ends_when_this_process_is_asked_to_leave(run, index):
+    run.asked[index] = True
+    assert run.lines[index].compare({}, differing) is None
+    assert not run.lines[index].lost.is_set()
+
+
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.0\r\n\r\n", b"\x00" * 100 + b"\n"])
+def test_a_stranger_at_the_port_neither_counts_nor_delays(run, said):
+    with socket.create_connection(run.address, _LONG) as stranger:
+        stranger.sendall(said)
+        assert compared(run, "aaa") == [None] * 3
+        assert not any(lost.is_set() for lost in run.lost)
+
+
+def answers(run, hello):
+    """What a latecomer is told after the greeting."""
+    with socket.create_connection(run.address, _LONG) as late:
+        late.sendall(hello)
+        return late.makefile().read()
+
+
+def test_a_latecomer_of_another_run_is_told_so_and_one_of_this_run_to_come_again(run):
+    of = lambda count: b'{"hello": {"index": 1, "count": %d, "what": {}, "host": "a"}}\n' % count
+    assert "--process_count is 3 in process 0, 4 in process 1" in answers(run, of(4))
+    assert '"taken"' in answers(run, of(3)) and "refused" not in answers(run, of(3))
+    assert not any(lost.is_set() for lost in run.lost)
 
 
 _FOLLOWER = """
-import sys
-from xmod_jax import lifeline
-told = iter(map(int, sys.argv[1:]))
-with lifeline.tied("localhost", False, lambda _: next(told), (), lambda: None):
-    print("tied", flush=True)
-    sys.stdin.read()
+import socket, sys
+from xmod_jax.lifeline import Lifeline
+from xmod_jax.rendezvous import Hello
+from xmod_jax.wire import Peer
+peer = Peer(socket.create_connection(("localhost", int(sys.argv[1]))))
+Lifeline(Hello(1, 2), None, {0: peer}, "", lambda: None, lambda: False)
+print("tied", flush=True)
+sys.stdin.read()
 """
 
 
-def test_a_killed_process_is_missed(leader):
-    told, lost, line = leader
-    command = [sys.executable, "-c", _FOLLOWER, *map(str, told)]
+def test_a_killed_process_is_missed():
+    listener, lost = socket.create_server(("localhost", 0)), threading.Event()
+    command = [sys.executable, "-c", _FOLLOWER, str(listener.getsockname()[1])]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as follower:
+        peers = {1: Peer(listener.accept()[0])}
+        line = Lifeline(Hello(0, 2), Door(listener, ""), peers, "", lost.set, lambda: False)
         assert follower.stdout is not None and follower.stdout.readline() == "tied\n"
         follower.kill()
-        assert lost.wait(_LONG) and line.broken
+        assert lost.wait(_LONG) and line.lost.is_set() and line.status is None
+    line.close()

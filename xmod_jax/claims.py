@@ -53,7 +53,7 @@ def claim(
     # Never unlinked: a worker could lock the removed file while another locks a new one.
     with (directory / LOCK).open("a+", encoding="utf-8") as file:
         while not _locked(file.fileno(), wait, directory):
-            if asked() or time.monotonic() >= end or _is_here(directory):
+            if time.monotonic() >= end or _is_here(directory) or asked():
                 raise claimed(directory)
             time.sleep(_LOOK_S)
         file.truncate(0)

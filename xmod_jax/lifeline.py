@@ -114,7 +114,7 @@ class Lifeline:
             if self._woken in able:
                 return
             if self._door:
-                for guest, hello in self._door.received(able):
+                for guest, hello, _ in self._door.received(able):
                     self._send_away(guest, hello)
             for index, peer in list(watched.items()):
                 if peer in able and not self._heard(index, peer):

@@ -29,7 +29,7 @@ REQUEUE = 75  # EX_TEMPFAIL: come back later
 _SILENCE_S = 60  # after which JAX aborts all processes, should one hang
 _GRACE_S = 5  # for the main thread to hear of a lost process by itself
 _LAST_WORD_S = 10  # for one that cannot go on to say with what status it ends
-_SEEN_S = 20  # for a file of one node to be seen on all others
+_SEEN_S = 10  # for a file of one node to be seen on all others
 _PATIENCE_S = 300  # for all processes to come
 # What Gloo, NCCL and JAX's coordination say when the other end has gone.
 _LOST = re.compile(r"gloo|nccl|coordination|heartbeat|connection|peer", re.IGNORECASE)
@@ -111,8 +111,8 @@ class Processes:
             if missing:
                 flags = ", ".join(f"--{n.removeprefix('XMOD_').lower()}" for n in missing)
                 raise UserError(f"processes: {flags} ({', '.join(missing)}) missing beside others")
-            numbers = [_whole(*pair) for pair in zip(_VARIABLES[1:], given[1:], strict=True)]
-            return cls(*numbers, coordinator=str(given[0]))
+            total, number = map(_whole, _VARIABLES[1:], given[1:])
+            return cls(total, number, str(given[0]))
         if (step := slurm.step(environment)) is None:
             return cls()
         place = Place(step.host, step.ports, step.name)

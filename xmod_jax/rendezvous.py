@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import math
 import os
 import queue
 import re
@@ -17,7 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from xmod_jax.errors import UserError
 from xmod_jax.wire import Message, Peer
@@ -31,7 +32,9 @@ _REPLACES_S = 60  # for one that replaces a lost process: the others have ended 
 _TAKEN_S = 15  # for a port to become free: the run's last attempt may just be ending
 
 # A name or an address, that of IPv6 in brackets.
-_ADDRESS = re.compile(r"(?:\[([0-9A-Fa-f:.]+(?:%\w+)?)\]|([^\s:/\[\]@]+)):([0-9]{1,5})")
+_ADDRESS = re.compile(
+    r"(?:\[([0-9A-Fa-f]*:[0-9A-Fa-f:.]*(?:%\w+)?)\]|([^\s:/\[\]@]+)):([0-9]{1,5})"
+)
 
 Asked = Callable[[], bool]
 # What is wrong with the values of all processes, by their numbers, in one line; None: nothing.
@@ -84,12 +87,19 @@ class Hello:
         said = message.get("hello")
         if not isinstance(said, dict):
             return None
-        index, count, what, host = (said.get(n) for n in ("index", "count", "what", "host"))
-        numbers = all(type(value) is int and value >= 0 for value in (index, count))
-        texts = isinstance(what, dict) and isinstance(host, str)
-        if not (numbers and texts and all(isinstance(v, str) for v in what.values())):
+        index, count = (said.get(name) for name in ("index", "count"))
+        what, host = said.get("what"), said.get("host")
+        if not (_is_number(index) and _is_number(count)):
+            return None
+        if not (isinstance(what, dict) and isinstance(host, str)):
+            return None
+        if not all(isinstance(value, str) for value in what.values()):
             return None
         return cls(index, count, what, host)
+
+
+def _is_number(value: Any) -> TypeGuard[int]:
+    return type(value) is int and value >= 0
 
 
 def difference(hellos: Sequence[Hello]) -> str | None:
@@ -147,9 +157,9 @@ class Door:
         """What may become readable."""
         return [self.listener, *self._guests]
 
-    def received(self, ready: Sequence[Any]) -> list[tuple[Peer, Hello]]:
-        """Those that have said who they are, given what has become readable."""
-        came: list[tuple[Peer, Hello]] = []
+    def received(self, ready: Sequence[Any]) -> list[tuple[Peer, Hello, list[Message]]]:
+        """Those that have said who they are, and what else, given what has become readable."""
+        came: list[tuple[Peer, Hello, list[Message]]] = []
         for guest in list(self._guests):
             if guest in ready:
                 messages = guest.hear()
@@ -157,10 +167,10 @@ class Door:
                     continue
                 self._guests.remove(guest)
                 hello = Hello.read(messages[0]) if messages else None
-                if hello is None:
+                if not messages or hello is None:
                     guest.close()
                 else:
-                    came.append((guest, hello))
+                    came.append((guest, hello, messages[1:]))
             elif time.monotonic() - guest.since > _SILENT_S:
                 self._guests.remove(guest)
                 guest.close()
@@ -256,7 +266,8 @@ def lead(door: Door, me: Hello, asked: Asked, patience_s: float) -> dict[int, Pe
     try:
         while True:
             hellos = [me, *(hello for _, hello in came)]
-            if trouble is None and (trouble := difference(hellos)):
+            known, trouble = trouble, difference(hellos)
+            if trouble and not known:
                 end = min(end, time.monotonic() + _STRAGGLERS_S)
             expected = max(hello.count for hello in hellos)
             if len({hello.index for hello in hellos}) >= expected or time.monotonic() > end:
@@ -265,9 +276,11 @@ def lead(door: Door, me: Hello, asked: Asked, patience_s: float) -> dict[int, Pe
                 raise NotMet("process 0 was asked to leave before all had met: nothing is lost")
             able = ready([*door.watched(), *(peer for peer, _ in came)])
             for peer, hello in list(came):
-                if peer in able and not _stays(peer, hello):
+                if peer in able and not _stays(peer, peer.hear()):
                     came.remove((peer, hello))
-            came += door.received(able)
+            for peer, hello, rest in door.received(able):
+                _stays(peer, rest)
+                came.append((peer, hello))
         if trouble:
             raise UserError(trouble)
         missing = sorted({*range(me.count)} - {hello.index for hello in hellos})
@@ -284,9 +297,8 @@ def lead(door: Door, me: Hello, asked: Asked, patience_s: float) -> dict[int, Pe
     return {hello.index: peer for peer, hello in came}
 
 
-def _stays(peer: Peer, hello: Hello) -> bool:
-    """Whether one that has come is still there; NotMet when it was asked to leave."""
-    messages = peer.hear()
+def _stays(peer: Peer, messages: list[Message] | None) -> bool:
+    """Whether one that has come and says this is still there; NotMet when it was asked to leave."""
     for message in messages or ():
         if "left" in message:
             raise NotMet(str(message["left"]))
@@ -317,7 +329,8 @@ def follow(place: Place, me: Hello, asked: Asked, patience_s: float) -> tuple[Pe
                 peer.close()
                 continue
             peer.say(hello=dataclasses.asdict(me))
-            answer = _answer(peer, me, end, asked)
+            # Received, it is process 0 that says when the time is over.
+            answer = _answer(peer, me, math.inf, asked)
             if answer and "met" in answer:
                 return peer, answer
             taken_since = (taken_since or time.monotonic()) if answer else None

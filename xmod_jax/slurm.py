@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
 from xmod_jax.errors import UserError
 
@@ -20,7 +20,8 @@ _ITEM = re.compile(r"(?:[^\s\[\],]|\[[^\[\]]*\])+")  # of a list of nodes: text 
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 
 
-class Step(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Step:
     """The tasks of a Slurm step that trains a run.
 
     Attributes:

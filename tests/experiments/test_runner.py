@@ -1,9 +1,11 @@
 """A sweep trains every run once, resumes, and never takes a run from another worker."""
 
+import contextlib
 import dataclasses
 import io
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -12,7 +14,9 @@ from experiments.progress import Display
 from experiments.runner import Trainer, choose_workdir, run_all, write_sweep
 from tests.experiments.fake_training import FakeFailure, FakeProgress, fake_train, trainer
 from xmod_jax import claims, records, storage
+from xmod_jax.data import sources
 from xmod_jax.errors import UserError
+from xmod_jax.processes import ALONE
 from xmod_jax.records import Status
 
 EXPERIMENT = registry.get("k_sweep_32k", "mini")
@@ -90,7 +94,30 @@ def test_a_run_of_another_worker_is_left_to_it_and_named(tmp_path):
     assert list(outcome.held) == [NAMES[2]]
     assert "process" in outcome.held[NAMES[2]]
     assert outcome.done == [name for name in NAMES if name != NAMES[2]]
+    assert outcome.status == 75
     assert records.status(tmp_path / NAMES[2]) is Status.UNFINISHED
+
+
+def test_a_run_of_a_machine_that_has_gone_is_waited_for_when_nothing_else_is_left(tmp_path):
+    held = contextlib.ExitStack()
+    held.enter_context(claims.claim(tmp_path / NAMES[0]))
+    (tmp_path / NAMES[0] / claims.LOCK).write_text("elsewhere process 7\nboot 00000000\n")
+    seen: list[str] = []
+
+    def asked():
+        assert seen == NAMES[1:]  # others were trained before it was waited for
+        held.close()  # the file server gives the lock free
+        return False
+
+    outcome = sweep(tmp_path, trainer(seen=seen), asked=asked)
+    assert sorted(outcome.done) == sorted(NAMES) and outcome.status == 0
+
+
+def test_the_launch_script_is_told_which_runs_it_may_see_progress_in(tmp_path, monkeypatch):
+    monkeypatch.setenv("XMOD_ATTEMPT", str(tmp_path / "attempt"))
+    sweep(tmp_path / "sweep", trainer())
+    told = (tmp_path / "attempt").read_text().splitlines()
+    assert told == [str(tmp_path / "sweep" / name) for name in NAMES]
 
 
 def test_a_run_released_meanwhile_is_taken_over(tmp_path):
@@ -207,3 +234,19 @@ def test_train_one_returns_how_far_the_run_is(tmp_path):
     assert runner.train_one(run, tmp_path, failing, display) is Status.FAILED
     assert runner.train_one(run, tmp_path, trainer(), display) is Status.FAILED
     assert runner.train_one(run, tmp_path, trainer(), display, True) is Status.DONE
+
+
+def test_processes_compare_the_runs_and_the_content_of_their_data(tmp_path):
+    compared: list[dict[str, str]] = []
+    shared: list[object] = []
+    processes = types.SimpleNamespace(count=2, agree=compared.append, share=shared.append)
+    for seed in (0, 1):
+        runner.agree(processes, EXPERIMENT.override(seed=seed).runs[:2], tmp_path)
+    one, other = compared
+    data = EXPERIMENT.runs[0].data
+    assert one.pop("the content of --data=embedded") == sources.load(data).hash
+    assert list(one) == [f"the configuration of {name}" for name in NAMES[:2]]
+    assert all(one[label] != other[label] for label in one)
+    assert shared == [tmp_path] * 2
+    # A process that is alone compares nothing, and loads no data ahead.
+    runner.agree(ALONE, EXPERIMENT.override(data="nowhere").runs, tmp_path)

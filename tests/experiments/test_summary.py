@@ -155,8 +155,10 @@ def test_a_sweep_without_a_finished_run_says_so(tmp_path):
 def test_the_report_names_failed_and_running_runs_and_sets_the_status(swept, capsys):
     experiment, workdir = swept("k_sweep_32k")
     assert summary.report(experiment, workdir, Outcome()) == 0
+    assert summary.report(experiment, workdir, Outcome(failed={"dense": "NaN"})) == 1
+    # There is something to come back for.
     outcome = Outcome(failed={"xmod_a1k2": "NaN at step 3"}, held={"dense": "host process 7"})
-    assert summary.report(experiment, workdir, outcome) == 1
+    assert summary.report(experiment, workdir, outcome) == 75
     told = capsys.readouterr().err
     assert "xmod_a1k2 failed: NaN at step 3 (--retry_failed" in told
     assert "dense is still running: host process 7" in told

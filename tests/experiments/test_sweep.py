@@ -7,7 +7,7 @@ import pytest
 from experiments import estimate, planning, registry
 from tests.experiments.commands import run_command
 from tests.experiments.fake_training import final_record
-from xmod_jax import records, storage
+from xmod_jax import claims, records, storage
 from xmod_jax.config import Start
 from xmod_jax.errors import UserError
 
@@ -69,6 +69,16 @@ def test_a_work_directory_of_another_configuration_is_refused(command, tmp_path)
     result = run_command(command, *arguments, *(["--run=dense"] if command == "train" else []))
     assert result.returncode == 2
     assert "train.seed is 4 there, 0 here" in result.stderr and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["sweep", "train"])
+def test_a_run_that_another_worker_holds_is_come_back_for(command, tmp_path):
+    arguments = ["--experiment=k_sweep_32k", "--scale=mini", f"--workdir={tmp_path}"]
+    arguments.append("--run=dense" if command == "train" else "--only=dense")
+    with claims.claim(tmp_path / "dense"):
+        result = run_command(command, *arguments)
+    assert result.returncode == 75
+    assert "dense is being trained by" in result.stderr and result.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(

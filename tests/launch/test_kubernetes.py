@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import os
 import pathlib
+import subprocess
 from typing import Any
 
 import jsonschema
@@ -79,8 +81,29 @@ def test_a_saved_run_is_tried_again_and_a_mistake_is_not(name):
         if codes := rule.get("onExitCodes"):
             assert codes["containerName"] == container(job(name))["name"]
             actions |= dict.fromkeys(codes["values"], rule["action"])
-    assert actions[75] == "Ignore" and actions[2] in ("FailJob", "FailIndex")
+    assert actions[75] == "Ignore" and actions[1] == actions[2] in ("FailJob", "FailIndex")
     assert (actions[2] == "FailIndex") == ("backoffLimitPerIndex" in spec)
+
+
+@pytest.mark.parametrize("name", ["run.yaml", "sweep.yaml"])
+def test_a_pod_that_is_started_again_without_progress_ends_with_a_fault(name, tmp_path):
+    """The container's command, with Python's part played by one that is never done."""
+    start, *command = container(job(name))["command"]
+    assert command[:2] == ["python", "-m"]
+    variables = {entry["name"]: entry.get("value") for entry in container(job(name))["env"]}
+    assert variables["XMOD_ATTEMPTS"].startswith("/runs/") and "XMOD_JOB" in variables
+    known = os.environ | {"XMOD_ATTEMPTS": str(tmp_path), "XMOD_JOB": "a"}
+    again = lambda: subprocess.run(
+        [ROOT / start, "bash", "-c", "exit 75"], cwd=ROOT, env=known, capture_output=True
+    )
+    assert [again().returncode for _ in range(2)] == [75, 1]
+
+
+@pytest.mark.parametrize("name", ["run.yaml", "sweep.yaml"])
+def test_a_pod_asks_for_cpus_and_memory_beside_its_gpus(name):
+    resources = container(job(name))["resources"]
+    gpus = resources["limits"]["nvidia.com/gpu"]
+    assert resources["requests"] == {"cpu": 8 * gpus, "memory": f"{60 * gpus}Gi"}
 
 
 def test_the_pods_of_a_run_find_each_other_and_fill_its_mesh():
