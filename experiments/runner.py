@@ -163,8 +163,9 @@ def agree(processes: Processes, runs: Sequence[RunConfig], workdir: pathlib.Path
     """
     if processes.count == 1:
         return
-    data = {run.data.source: sources.load(run.data).hash for run in runs}
-    what = {f"the content of --data={source}": digest for source, digest in data.items()}
+    # Not by their names: they may lie elsewhere on another node.
+    contents = dict.fromkeys(sources.load(run.data).hash for run in runs)
+    what = {"the content of --data": ", ".join(contents)}
     processes.agree(what | {f"the configuration of {r.name}": config_hash(r) for r in runs})
     processes.share(workdir)
 

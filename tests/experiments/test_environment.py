@@ -13,7 +13,6 @@ from experiments import environment
 from tests.experiments.commands import ROOT, run_command
 from tests.training import small
 from xmod_jax import records
-from xmod_jax.data import sources
 from xmod_jax.errors import UserError
 
 _HOSTILE = {
@@ -189,7 +188,7 @@ def test_a_text_does_not_depend_on_the_environment(tmp_path):
 
     config, directory = small.run(), tmp_path / "xmod_a1k4"
     records.prepare(directory, config)
-    with Checkpoints(directory, config, sources.load(config.data).hash) as checkpoints:
+    with Checkpoints(directory, config) as checkpoints:
         checkpoints.save(initial_state(config), {})
     arguments = ["generate", f"--checkpoint={directory}", "--prompt=ab", "--max_tokens=8"]
     texts = {
