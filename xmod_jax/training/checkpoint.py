@@ -370,7 +370,9 @@ class Checkpoints:
         # A local array is looked at where it lies; what other processes hold too, by a program.
         alone = jax.default_backend() == "cpu" and self._processes.count == 1
         isfinite = (lambda leaf: np.isfinite(np.asarray(leaf))) if alone else jnp.isfinite
-        wrong = [n for n, leaf in named_leaves(state.model).items() if not isfinite(leaf).all()]
+        read = named_leaves(state.model)
+        read |= {f"thresholds{n}": leaf for n, leaf in named_leaves(state.thresholds).items()}
+        wrong = [name for name, leaf in read.items() if not isfinite(leaf).all()]
         if wrong:
             more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
             raise UserError(
