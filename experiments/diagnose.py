@@ -30,6 +30,9 @@ _WORKDIR = flags.DEFINE_list("workdir", [], "run or sweep directories, comma-sep
 _SEQUENCES = flags.DEFINE_integer(
     "sequences", None, "held-out sequences (default: as many as the run evaluates)", lower_bound=1
 )
+_DATA = flags.DEFINE_string(
+    "data", None, "where the runs' data lie now, if they moved (default: where they were)"
+)
 
 
 def main() -> None:
@@ -47,7 +50,7 @@ def main() -> None:
     for place, run in enumerate(runs, 1):
         label = str(run.directory) if repeated else run.config.name
         title = f"[{place}/{len(runs)}] {label}"
-        found[label], step = report_diagnostics.measure(run, _SEQUENCES.value, title)
+        found[label], step = report_diagnostics.measure(run, _SEQUENCES.value, title, _DATA.value)
         report_diagnostics.write(run, found[label], step)
     print(report_diagnostics.table(found))
     print(f"figure: {draw(found, folder)}.png and .svg")

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from experiments import progress, tables, trained
 from xmod_jax import storage
+from xmod_jax.config import DataConfig
 from xmod_jax.diagnostics import Diagnostics, Intervals, diagnose, independent_subsets
 from xmod_jax.errors import UserError
 from xmod_jax.records import RunRecord
@@ -30,7 +31,10 @@ NOTE = (
 
 
 def measure(
-    run: RunRecord, sequences: int | None = None, title: str = "diagnosing"
+    run: RunRecord,
+    sequences: int | None = None,
+    title: str = "diagnosing",
+    source: str | None = None,
 ) -> tuple[Diagnostics, int]:
     """Diagnoses the newest checkpoint of a run; shows its progress on stderr.
 
@@ -38,19 +42,22 @@ def measure(
       run: a run with sparse layers and a checkpoint.
       sequences: held-out sequences; None: as many as the run evaluates.
       title: of the progress bar.
+      source: where the run's data lie now; None: where they were.
 
     Returns:
       The diagnostics, and the step of the checkpoint.
 
     Raises:
-      UserError: no whole checkpoint, or one of something else.
+      UserError: no whole checkpoint, or one of something else; data that are not there, or are
+        others than the run's.
     """
     # Only now: a mistake is told without loading what training needs.
     from xmod_jax.data import pipeline, sources
     from xmod_jax.training.compilation import jit
 
     train = run.config.train
-    dataset = sources.load(run.config.data)
+    data = run.config.data
+    dataset = sources.load(DataConfig(source, data.hash) if source else data)
     state = trained.load(run)
     asked = sequences or train.eval_sequences
     batches = pipeline.eval_batches(dataset, train.context_length, run.config.micro_batch, asked)

@@ -16,6 +16,7 @@ from tests.experiments.commands import run_command
 from tests.experiments.many import run_many
 from tests.training import small
 from xmod_jax import claims, records
+from xmod_jax.config import DataConfig
 from xmod_jax.data import sources
 from xmod_jax.diagnostics import Diagnostics, Intervals, independent_subsets
 from xmod_jax.errors import UserError
@@ -61,6 +62,19 @@ def test_a_trained_run_gets_its_file_table_and_figure(trained):
     assert f"{100 * (1 - 0.75**4):.2f}" in row
     for ending in ("png", "svg"):
         assert (trained / f"update_counts.{ending}").stat().st_size > 5_000
+
+
+def test_data_that_moved_are_known_by_their_content(trained, tmp_path):
+    run = RunRecord.load(trained / "xmod_a1k4")
+    moved = dataclasses.replace(run.config, data=DataConfig("/moved/away", run.config.data.hash))
+    run = dataclasses.replace(run, config=moved)
+    with pytest.raises(UserError, match="no such data"):
+        report_diagnostics.measure(run)
+    found, _ = report_diagnostics.measure(run, source="embedded=1")
+    assert found.sequences == run.config.train.eval_sequences
+    other = dataclasses.replace(run.config, data=DataConfig("embedded", "0123456789abcdef"))
+    with pytest.raises(UserError, match="other content"):
+        report_diagnostics.measure(dataclasses.replace(run, config=other), source="embedded")
 
 
 def test_a_run_in_training_is_measured_and_left_alone(trained):
