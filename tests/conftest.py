@@ -12,6 +12,12 @@ import os
 import shutil
 import tempfile
 
+from hypothesis import settings
+
+# How long an example takes tells of the machine's neighbours, not of the code.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
+
 # Workers of a parallel run inherit all this from the process that starts them.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["XLA_FLAGS"] = (
