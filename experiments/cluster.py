@@ -29,6 +29,7 @@ from xmod_jax.training.preemption import Watch
 
 if TYPE_CHECKING:  # at run time a mistake is told without loading JAX
     from xmod_jax.sharding import MeshShape
+    from xmod_jax.training.checkpoint import Keep
 
 _MESH = flags.DEFINE_string(
     "mesh",
@@ -142,14 +143,20 @@ def code_hash() -> str:
 def trainer(watch: Watch) -> Trainer:
     """What trains a run on the mesh of the flags."""
     from xmod_jax.training import loop
-    from xmod_jax.training.checkpoint import Keep
 
-    keep = Keep(_NEWEST.value, _EVERY.value)
+    kept = keep()
 
     def train(run, directory, progress):
-        return loop.train(run, directory, progress, _shape(run), watch, keep)
+        return loop.train(run, directory, progress, _shape(run), watch, kept)
 
     return Trainer(train, loop.RunFailed)
+
+
+def keep() -> Keep:
+    """Which checkpoints stay, as the flags say."""
+    from xmod_jax.training.checkpoint import Keep
+
+    return Keep(_NEWEST.value, _EVERY.value)
 
 
 def given_mesh() -> MeshShape | None:
@@ -183,6 +190,6 @@ def _tell_once(line: str) -> None:
     print(line, file=sys.stderr)
 
 
-def display(runs: Sequence[RunConfig], watch: Watch) -> Display:
+def display(runs: Sequence[RunConfig], watch: Watch, workers: int = 1) -> Display:
     """Progress of `runs`: process 0 shows it."""
-    return Display(runs, None if watch.processes.leads else open(os.devnull, "w"))
+    return Display(runs, None if watch.processes.leads else open(os.devnull, "w"), workers)

@@ -6,7 +6,7 @@ import pathlib
 import re
 from collections.abc import Sequence
 
-from experiments import description, estimate, tables
+from experiments import description, estimate, runner, tables
 from xmod_jax import records
 from xmod_jax.config import RunConfig
 from xmod_jax.errors import UserError
@@ -24,23 +24,39 @@ def shard(runs: Sequence[RunConfig], text: str) -> Sequence[RunConfig]:
 def started(runs: Sequence[RunConfig], workdir: pathlib.Path) -> dict[str, RunRecord]:
     """By name, the runs that have a run directory in `workdir`, finished or not."""
     return {
-        run.name: RunRecord.load(workdir / run.name)
+        run.folder: RunRecord.load(runner.directory_of(workdir, run))
         for run in runs
-        if (workdir / run.name / records.CONFIG).is_file()
+        if (runner.directory_of(workdir, run) / records.CONFIG).is_file()
     }
 
 
-def plan(runs: Sequence[RunConfig], workdir: pathlib.Path) -> str:
-    """The plan as a table: what each run is, how far it is, how long all of it takes."""
+def unfinished(runs: Sequence[RunConfig], workdir: pathlib.Path) -> int:
+    """How many of the runs are neither done nor failed."""
+    states = [records.status(runner.directory_of(workdir, run)) for run in runs]
+    return states.count(Status.UNFINISHED)
+
+
+def plan(runs: Sequence[RunConfig], workdir: pathlib.Path, workers: int = 1) -> str:
+    """The plan as a table: what each run is, how far it is, how long all of it takes.
+
+    Args:
+      runs: what is trained.
+      workdir: of the sweep.
+      workers: how many train side by side, each at the speed of one.
+    """
     rate = estimate.recorded_rate(started(runs, workdir).values())
     source = "recorded" if rate else "guessed from a matrix product"
     rate = rate or estimate.measured_rate(runs[0])
     rows, left = [], 0.0
     for run in runs:
         seconds = estimate.work(run) / rate
-        status = records.status(workdir / run.name)
+        status = records.status(runner.directory_of(workdir, run))
         left += seconds if status is Status.UNFINISHED else 0
-        rows.append((*description.table_row(run), tables.duration(seconds), status.value))
+        name, *row = description.table_row(run)
+        name = run.folder if name == run.name else name
+        rows.append((name, *row, tables.duration(seconds), status.value))
     text = tables.text_table((*description.TABLE_HEADER, "time", "status"), rows)
     speed = f"{tables.number(rate / 1e9, 3)} GFLOP/s here ({source})"
-    return f"{text}\nabout {tables.duration(left)} to go at {speed}"
+    if workers > 1:
+        speed += f", {workers} runs at a time"
+    return f"{text}\nabout {tables.duration(left / workers)} to go at {speed}"

@@ -31,14 +31,27 @@ class Progress(Protocol):
     def eta_s(self) -> float: ...
 
 
-class Display:
-    """One bar at a time, and lines of text that do not tear it."""
+class Shows(Protocol):
+    """What shows how far runs are: a `Display`, or what passes it on to one."""
 
-    def __init__(self, runs: Sequence[RunConfig], stream: TextIO | None = None) -> None:
-        """Starts with `runs` still to do, in their order; writes to `stream` (stderr)."""
+    def say(self, line: str) -> None: ...
+    def drop(self, run: RunConfig) -> None: ...
+    def bar(
+        self, run: RunConfig
+    ) -> contextlib.AbstractContextManager[Callable[[Progress], None]]: ...
+
+
+class Display:
+    """A bar for each run that is under way, and lines of text that do not tear them."""
+
+    def __init__(
+        self, runs: Sequence[RunConfig], stream: TextIO | None = None, workers: int = 1
+    ) -> None:
+        """Starts with `runs` still to do, in their order, by so many workers; writes to stderr."""
         self._stream = stream or sys.stderr
-        self._total = len(runs)
-        self._work = {run.name: estimate.work(run) for run in runs}
+        self._total, self._workers = len(runs), workers
+        self._running: set[str] = set()
+        self._work = {run.folder: estimate.work(run) for run in runs}
 
     def say(self, line: str) -> None:
         """Prints a line above the bar."""
@@ -46,17 +59,18 @@ class Display:
 
     def drop(self, run: RunConfig) -> None:
         """Takes a run that is finished, failed or another worker's out of the remaining time."""
-        self._work.pop(run.name, None)
+        self._work.pop(run.folder, None)
 
     @contextlib.contextmanager
     def bar(self, run: RunConfig) -> Iterator[Callable[[Progress], None]]:
         """Shows a bar while the block trains `run`; gives the function that training calls."""
         per_token = accounting.run_hardware_flops_per_token(run)
-        place = self._total - len(self._work) + 1
+        place = self._total - len(self._work) + len(self._running) + 1
+        self._running.add(run.folder)
         terminal = self._stream.isatty()
         with tqdm(
             total=run.train.tokens,
-            desc=f"[{place}/{self._total}] {run.name}",
+            desc=f"[{place}/{self._total}] {run.folder}",
             bar_format=_FORMAT,
             unit_scale=True,
             file=self._stream,
@@ -65,7 +79,8 @@ class Display:
         ) as bar:
 
             def update(progress: Progress) -> None:
-                others = sum(work for name, work in self._work.items() if name != run.name)
+                waiting = set(self._work) - self._running
+                others = sum(self._work[name] for name in waiting) / self._workers
                 rate = progress.tokens_per_s * per_token
                 sweep = progress.eta_s + others / rate if rate > 0 else float("inf")
                 bar.set_postfix_str(
@@ -75,7 +90,10 @@ class Display:
                 )
                 bar.update(progress.tokens - bar.n)
 
-            yield update
+            try:
+                yield update
+            finally:
+                self._running.discard(run.folder)
 
 
 @contextlib.contextmanager

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from experiments.scales import SCALES
-from xmod_jax.config import DataConfig, RunConfig
+from xmod_jax.config import MAX_COUNT, MAX_SEED, DataConfig, RunConfig
 from xmod_jax.errors import UserError
 
 # A new family of experiments is a file and its line here.
@@ -41,7 +42,7 @@ class Experiment:
     Attributes:
       name: what ``--experiment`` takes.
       scale: ``"mini"`` or ``"paper"``.
-      runs: the runs, dense reference first; their names differ.
+      runs: the runs, dense reference first; no two have the same name and seed.
       skipped: one line for each run that this scale cannot hold, with the reason.
     """
 
@@ -51,49 +52,93 @@ class Experiment:
     skipped: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        names = [run.name for run in self.runs]
+        names = [run.folder for run in self.runs]
         if len(set(names)) < len(names):
             raise ValueError(f"{self.name}: two runs share a name: {', '.join(names)}")
 
     def run(self, name: str) -> RunConfig:
-        """The run called `name`; UserError lists the runs when there is none."""
+        """The run called `name`, with its first seed; UserError lists the runs without one."""
         for run in self.runs:
             if run.name == name:
                 return run
-        known = ", ".join(run.name for run in self.runs)
+        known = ", ".join(dict.fromkeys(run.name for run in self.runs))
         raise UserError(
             f"unknown run {name!r} of {self.name} at {self.scale} scale; known: {known}"
         )
 
     def select(self, names: Sequence[str]) -> tuple[RunConfig, ...]:
-        """The runs called `names`, in the experiment's order; all of them when none is named."""
-        chosen = [self.run(name) for name in names]
-        return tuple(run for run in self.runs if not names or run in chosen)
+        """The runs called `names`, of every seed, in the experiment's order; all without a name."""
+        chosen = {self.run(name).name for name in names}
+        return tuple(run for run in self.runs if not names or run.name in chosen)
 
     def replace(self, changed: RunConfig) -> Experiment:
-        """The same experiment with another configuration of the run of that name."""
-        runs = tuple(changed if run.name == changed.name else run for run in self.runs)
+        """The same experiment with another configuration of the run of that name and seed."""
+        runs = tuple(changed if run.folder == changed.folder else run for run in self.runs)
         return dataclasses.replace(self, runs=runs)
 
     def override(
-        self, seed: int | None = None, data: str | None = None, keep_products: bool | None = None
+        self,
+        seed: int | None = None,
+        data: str | None = None,
+        keep_products: bool | None = None,
+        budget: float = 1.0,
+        seeds: int = 1,
     ) -> Experiment:
-        """The same experiment with another seed, source of data or `Execution.keep_products`.
+        """The same experiment with other settings of every run; None leaves what it has.
 
-        None leaves what it has.
+        Args:
+          seed: of parameters and data order, the first one.
+          data: source of the tokens.
+          keep_products: `Execution.keep_products`.
+          budget: factor of the training compute: of the steps, so that runs stay matched in FLOPs.
+          seeds: how many seeds each run is trained with, one after another from the first.
+
+        Raises:
+          UserError: a budget without a step, seeds beyond the largest one.
         """
 
-        def changed(run: RunConfig) -> RunConfig:
+        def changed(run: RunConfig) -> Iterator[RunConfig]:
             parts: dict[str, Any] = {}
-            if seed is not None:
-                parts["train"] = dataclasses.replace(run.train, seed=seed)
             if data is not None:
                 parts["data"] = DataConfig(data)
             if keep_products is not None:
                 parts["execution"] = dataclasses.replace(run.execution, keep_products=keep_products)
-            return dataclasses.replace(run, **parts)
+            run = _budgeted(dataclasses.replace(run, **parts), budget)
+            first = run.train.seed if seed is None else seed
+            if first + seeds - 1 > MAX_SEED:
+                raise UserError(f"{seeds} seeds from {first} on go beyond {MAX_SEED}")
+            for number in range(first, first + seeds):
+                yield dataclasses.replace(run, train=dataclasses.replace(run.train, seed=number))
 
-        return dataclasses.replace(self, runs=tuple(map(changed, self.runs)))
+        runs = tuple(new for run in self.runs for new in changed(run))
+        return dataclasses.replace(self, runs=runs)
+
+
+def _budgeted(run: RunConfig, factor: float) -> RunConfig:
+    """The run with `factor` times its steps: a dense one rounded up, the others down.
+
+    The dense curve then still covers every run, as `accounting.steps_for_flops` has it.
+    """
+    if factor == 1:
+        return run
+    steps = factor * run.train.steps
+    # A product such as 0.1 * 30 lies beside the whole number that it means.
+    whole = math.ceil(steps * (1 - 1e-12))
+    if run.architecture != "dense":
+        whole = math.floor(steps * (1 + 1e-12))
+    if not 1 <= whole <= MAX_COUNT:
+        raise UserError(
+            f"--budget={factor:g} leaves {run.name} {whole} steps, of {run.train.steps}"
+        )
+    every = {
+        name: math.ceil(getattr(run.execution, name) * whole / run.train.steps)
+        for name in ("eval_every", "checkpoint_every")
+    }
+    return dataclasses.replace(
+        run,
+        train=dataclasses.replace(run.train, steps=whole),
+        execution=dataclasses.replace(run.execution, **every),
+    )
 
 
 Definition = Callable[[str], Experiment]

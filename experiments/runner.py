@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from experiments.progress import Display, Progress
+from experiments.progress import Progress, Shows
 from experiments.registry import Experiment
 from xmod_jax import claims, records
 from xmod_jax.config import RunConfig, SparseStart
@@ -74,8 +74,19 @@ def choose_workdir(experiment: Experiment, given: str | None) -> pathlib.Path:
             f"{experiment.name} at {experiment.scale} scale: choose another folder"
         )
     for run in experiment.runs:
-        records.check_same_run(workdir / run.name, run)
+        records.check_same_run(directory_of(workdir, run), run)
     return workdir
+
+
+def directory_of(workdir: pathlib.Path, run: RunConfig) -> pathlib.Path:
+    """The directory of a run in its work directory: `RunConfig.folder`.
+
+    Earlier versions named it after the run alone, whatever its seed; such a one is found.
+    """
+    directory, plain = workdir / run.folder, workdir / run.name
+    if directory == plain or directory.exists() or not (plain / records.CONFIG).is_file():
+        return directory
+    return plain if RunRecord.load(plain).config.train.seed == run.train.seed else directory
 
 
 def with_data(experiment: Experiment) -> Experiment:
@@ -96,7 +107,7 @@ def with_starts(experiment: Experiment, given: str | None) -> Experiment:
       UserError: a run directory that cannot be read.
     """
     for run in experiment.runs:
-        directory = _workdir(experiment, given) / run.name
+        directory = directory_of(_workdir(experiment, given), run)
         if (directory / records.CONFIG).exists():
             start = RunRecord.load(directory).config.start
             experiment = experiment.replace(dataclasses.replace(run, start=start))
@@ -150,7 +161,10 @@ def write_sweep(experiment: Experiment, workdir: pathlib.Path) -> None:
     for data in dict.fromkeys(run.data for run in experiment.runs):
         sources.check(data)
     workdir.mkdir(parents=True, exist_ok=True)
-    runs = tuple(records.DeclaredRun(run.name, config_hash(run)) for run in experiment.runs)
+    runs = tuple(
+        records.DeclaredRun(directory_of(workdir, run).name, config_hash(run))
+        for run in experiment.runs
+    )
     records.SweepRecord(experiment.name, experiment.scale, runs).write(workdir)
 
 
@@ -181,7 +195,7 @@ def train_one(
     run: RunConfig,
     directory: pathlib.Path,
     trainer: Trainer,
-    display: Display,
+    display: Shows,
     retry_failed: bool = False,
     processes: Processes = ALONE,
     asked: Callable[[], bool] = lambda: False,
@@ -234,7 +248,7 @@ def run_all(
     runs: Sequence[RunConfig],
     workdir: pathlib.Path,
     trainer: Trainer,
-    display: Display,
+    display: Shows,
     retry_failed: bool = False,
     processes: Processes = ALONE,
     asked: Callable[[], bool] = lambda: False,
@@ -262,21 +276,21 @@ def run_all(
         ended = False
         outcome.held.clear()
         for run in list(pending):
-            directory = workdir / run.name
+            directory = directory_of(workdir, run)
             patience_s = max(0.0, until - time.monotonic()) if until else 0.0
             try:
                 status = train_one(
                     *(run, directory, trainer, display, retry_failed, processes, asked, patience_s)
                 )
             except claims.RunClaimed as claimed:
-                outcome.held[run.name] = str(claimed)
+                outcome.held[run.folder] = str(claimed)
                 continue
             ended = True
             pending.remove(run)
             display.drop(run)
             if status is Status.FAILED:
-                outcome.failed[run.name] = records.failure(directory)
-                display.say(f"{run.name} failed: {outcome.failed[run.name]}")
+                outcome.failed[run.folder] = records.failure(directory)
+                display.say(f"{run.folder} failed: {outcome.failed[run.folder]}")
             else:
-                outcome.done.append(run.name)
+                outcome.done.append(run.folder)
     return outcome

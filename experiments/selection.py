@@ -49,13 +49,23 @@ _KEEP = flags.DEFINE_bool(
 )
 
 
-def selected(default_scale: str = AUTO, looks: bool = True) -> Experiment:
+_BUDGET = flags.DEFINE_float(
+    "budget",
+    1.0,
+    "factor of the scale's training compute: every run takes as many times its steps",
+    lower_bound=1e-6,
+    upper_bound=1e6,
+)
+
+
+def selected(default_scale: str = AUTO, looks: bool = True, seeds: int = 1) -> Experiment:
     """The experiment that the flags choose; an automatic scale is told on stderr with its reason.
 
     Args:
       default_scale: where the flag is not given.
       looks: whether an automatic scale may look at the devices, after which processes can no
         longer meet and no other devices be described.
+      seeds: how many seeds each run has.
 
     Raises:
       UserError: no experiment given, it or its scale unknown or not to be found out, or --data not
@@ -75,4 +85,4 @@ def selected(default_scale: str = AUTO, looks: bool = True) -> Experiment:
         scale, reason = auto_scale(paper, local_devices())
         print(f"--scale=auto chose {scale}: {reason}", file=sys.stderr)
     experiment = registry.get(_EXPERIMENT.value, scale)
-    return experiment.override(_SEED.value, _DATA.value, _KEEP.value)
+    return experiment.override(_SEED.value, _DATA.value, _KEEP.value, _BUDGET.value, seeds)

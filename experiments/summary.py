@@ -78,7 +78,7 @@ def results(experiment: Experiment, workdir: pathlib.Path) -> list[Result]:
         [
             (run, final)
             for run in experiment.runs
-            if run.name in started and (final := started[run.name].final) is not None
+            if run.folder in started and (final := started[run.folder].final) is not None
         ]
     )
 
@@ -108,27 +108,68 @@ def _dense_loss(
 
 
 def table(rows: list[Result]) -> str:
-    """Text table of finished runs, under `HEADER`, with its note."""
+    """Text table of finished runs, under `HEADER`, with its note.
+
+    Runs that differ in their seed alone are one row of means; the differences to dense, paired by
+    seed, then have their standard error.
+    """
+    groups = _seeds(rows)
+    several = any(len(members) > 1 for members in groups)
+    header = (*HEADER[:1], "seeds", *HEADER[1:5], "error", *HEADER[5:]) if several else HEADER
     cells = []
-    for result in rows:
-        run, final = result.run, result.final
-        hierarchy = run.model.hierarchy
+    for members in groups:
+        run, hierarchy = members[0].run, members[0].run.model.hierarchy
+        delta = Spread.of(result.delta for result in members)
         cells.append(
             (
-                run.name,
+                run.name if several else run.folder,
+                *([str(len(members))] if several else []),
                 str(hierarchy.sparsity),
                 f"{float(hierarchy.anchor_stride):g}",
-                tables.fixed(final["loss_calibrated"]),
-                tables.fixed(result.delta, sign="+"),
-                tables.fixed(final["loss_threshold"]),
-                tables.fixed(final["loss_topk"]),
-                tables.fixed(final.get("coverage"), 3),
-                tables.fixed(final.get("jaccard"), 3),
-                tables.short(final["tokens"]),
-                tables.flops(final["flops"]),
+                tables.fixed(_mean(members, "loss_calibrated")),
+                tables.fixed(delta.mean if delta else None, sign="+"),
+                *([tables.fixed(delta.error if delta else None)] if several else []),
+                tables.fixed(_mean(members, "loss_threshold")),
+                tables.fixed(_mean(members, "loss_topk")),
+                tables.fixed(_mean(members, "coverage"), 3),
+                tables.fixed(_mean(members, "jaccard"), 3),
+                tables.short(members[0].final["tokens"]),
+                tables.flops(members[0].final["flops"]),
             )
         )
-    return f"{tables.text_table(HEADER, cells)}\n{NOTE}"
+    text = f"{tables.text_table(header, cells)}\n{NOTE}"
+    return f"{text}\n{verdict}" if (verdict := _verdict(groups)) else text
+
+
+def _seeds(rows: Sequence[Result]) -> list[list[Result]]:
+    """Results that differ in their seed alone together, in order of appearance."""
+    groups: dict[str, list[Result]] = collections.defaultdict(list)
+    for result in rows:
+        groups[seedless_hash(result.run)].append(result)
+    return list(groups.values())
+
+
+def _mean(members: Sequence[Result], key: str) -> float | None:
+    found = Spread.of(result.final.get(key) for result in members)
+    return found.mean if found else None
+
+
+def _verdict(groups: Sequence[Sequence[Result]]) -> str:
+    """How the differences to dense compare with their standard error, pooled over the rows."""
+    deltas = [Spread.of(result.delta for result in members) for members in groups]
+    spreads = [delta for delta in deltas if delta and delta.deviation is not None]
+    if not spreads:
+        return ""
+    freedom = sum(len(delta.values) - 1 for delta in spreads)
+    squares = sum((len(d.values) - 1) * d.deviation**2 for d in spreads if d.deviation is not None)
+    deviation = math.sqrt(squares / freedom)
+    error = max(deviation / math.sqrt(len(delta.values)) for delta in spreads)
+    largest = max((delta.mean for delta in spreads), key=abs)
+    return (
+        "error: standard error over seeds of the difference to the dense run of the same seed; "
+        f"pooled over the rows it is {tables.fixed(error)}, the largest difference "
+        f"{tables.fixed(largest, sign='+')}"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,12 +211,9 @@ class _Curve:
 
 def _points(rows: Sequence[Result]) -> list[_Point]:
     """Results that differ in their seed alone as one point each, in order of appearance."""
-    seeds: dict[str, list[Result]] = collections.defaultdict(list)
-    for result in rows:
-        seeds[seedless_hash(result.run)].append(result)
     return [
         _Point(members[0].run, spread)
-        for members in seeds.values()
+        for members in _seeds(rows)
         if (spread := Spread.of(result.final["loss_calibrated"] for result in members))
     ]
 

@@ -20,9 +20,11 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from experiments import cli, cluster, planning, runner, selection
+from experiments import cli, cluster, planning, runner, selection, workers
 from experiments.registry import Experiment
+from experiments.runner import Outcome
 from xmod_jax.config import RunConfig
+from xmod_jax.training.preemption import Watch
 
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "folder of the sweep (default: runs/<experiment>_<scale>)"
@@ -31,13 +33,27 @@ _SHARD = flags.DEFINE_string("shard", "0/1", "i/n: train every n-th run from run
 _ONLY = flags.DEFINE_list("only", [], "train these runs only, by name, separated by commas")
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "print the plan and stop; writes nothing")
 _RETRY_FAILED = flags.DEFINE_bool("retry_failed", False, "train failed runs again")
+_SEEDS = flags.DEFINE_integer(
+    "seeds",
+    1,
+    "train every run with this many seeds, from --seed on; differences are paired by seed",
+    lower_bound=1,
+    upper_bound=1000,
+)
+_WORKERS = flags.DEFINE_integer(
+    "workers",
+    None,
+    "runs that are trained side by side, each on cores of its own (default: one a core at mini "
+    "scale, else one)",
+    lower_bound=1,
+)
 flags.adopt_module_key_flags(selection)
 flags.adopt_module_key_flags(cluster)
 
 
 def main() -> int:
     """Plans, trains, reports."""
-    experiment = selection.selected(looks=cluster.alone())
+    experiment = selection.selected(looks=cluster.alone(), seeds=_SEEDS.value)
     experiment = runner.with_starts(runner.with_data(experiment), _WORKDIR.value)
     runs = planning.shard(experiment.select(_ONLY.value), _SHARD.value)
     cluster.check(runs)
@@ -54,15 +70,7 @@ def main() -> int:
         runner.agree(watch.processes, runs, workdir)
         write = functools.partial(runner.write_sweep, experiment, workdir)
         watch.processes.from_leader(write)
-        outcome = runner.run_all(
-            runs,
-            workdir,
-            cluster.trainer(watch),
-            cluster.display(runs, watch),
-            _RETRY_FAILED.value,
-            watch.processes,
-            lambda: watch.arrived,
-        )
+        outcome = _train(experiment, runs, workdir, watch)
     if not watch.processes.leads:
         return outcome.status
     from experiments import summary  # only now: a plan or a mistake needs none of what it loads
@@ -70,9 +78,29 @@ def main() -> int:
     return summary.report(experiment, workdir, outcome)
 
 
+def _train(
+    experiment: Experiment, runs: Sequence[RunConfig], workdir: pathlib.Path, watch: Watch
+) -> Outcome:
+    count = _workers(experiment, runs, workdir)
+    display, retry = cluster.display(runs, watch, count), _RETRY_FAILED.value
+    if count > 1:
+        job = workers.Job(tuple(runs), workdir, retry, cluster.keep())
+        return workers.train(job, count, display)
+    trainer = cluster.trainer(watch)
+    return runner.run_all(
+        *(runs, workdir, trainer, display, retry, watch.processes, lambda: watch.arrived)
+    )
+
+
+def _workers(experiment: Experiment, runs: Sequence[RunConfig], workdir: pathlib.Path) -> int:
+    apart = cluster.alone() and cluster.given_mesh() is None
+    left = planning.unfinished(runs, workdir)
+    return workers.chosen(_WORKERS.value, experiment, left, apart)
+
+
 def _show(experiment: Experiment, runs: Sequence[RunConfig], workdir: pathlib.Path) -> None:
     """The plan. Its guess of a speed takes a device: processes must have met before."""
-    print(planning.plan(runs, workdir))
+    print(planning.plan(runs, workdir, _workers(experiment, runs, workdir)))
     for line in experiment.skipped:
         print(f"skipped {line}", file=sys.stderr)
 

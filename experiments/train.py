@@ -64,7 +64,7 @@ def main() -> int:
         runner.agree(watch.processes, [run], workdir)
         write = functools.partial(runner.write_sweep, experiment, workdir)
         watch.processes.from_leader(write)
-        directory = workdir / run.name
+        directory = runner.directory_of(workdir, run)
         display = cluster.display([run], watch)
         trainer = cluster.trainer(watch)
         status = runner.train_one(
@@ -78,7 +78,7 @@ def main() -> int:
         )
     if status is Status.FAILED:
         reason = records.failure(directory)
-        display.say(f"{run.name} failed: {reason} (--retry_failed tries again)")
+        display.say(f"{run.folder} failed: {reason} (--retry_failed tries again)")
         return 1
     if watch.processes.leads:
         print(json.dumps(RunRecord.load(directory).final))

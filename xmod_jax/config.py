@@ -430,6 +430,12 @@ class RunConfig:
             )
 
     @property
+    def folder(self) -> str:
+        """The name of its run directory in a sweep: its own, with its seed unless that is 0."""
+        seed = self.train.seed
+        return f"{self.name}_seed{seed}" if seed else self.name
+
+    @property
     def micro_batch(self) -> int:
         """Sequences of a micro-batch."""
         return self.train.batch_size // self.execution.accumulation
