@@ -6,6 +6,7 @@ import io
 import subprocess
 import sys
 import types
+from typing import Any
 
 import pytest
 
@@ -239,7 +240,7 @@ def test_train_one_returns_how_far_the_run_is(tmp_path):
 def test_processes_compare_the_runs_and_the_content_of_their_data(tmp_path):
     compared: list[dict[str, str]] = []
     shared: list[object] = []
-    processes = types.SimpleNamespace(count=2, agree=compared.append, share=shared.append)
+    processes: Any = types.SimpleNamespace(count=2, agree=compared.append, share=shared.append)
     for seed in (0, 1):
         runner.agree(processes, EXPERIMENT.override(seed=seed).runs[:2], tmp_path)
     one, other = compared
