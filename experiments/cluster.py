@@ -121,6 +121,8 @@ def started_with() -> dict[str, str]:
         for flag in defined
     ]
     found = {f"--{f.name}": _shown(f.value) for f in given if f.name not in _OWN_FLAGS}
+    if "start_from" in flags.FLAGS:
+        found["--start_from"] = "given" if flags.FLAGS["start_from"].value else "not given"
     found["the code in experiments and xmod_jax"] = code_hash()
     found |= {f"the version of {name}": metadata.version(name) for name in _PACKAGES}
     return found | {name.upper(): _shown(getattr(jax.config, name)) for name in _SETTINGS}

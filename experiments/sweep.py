@@ -65,9 +65,10 @@ def main() -> int:
         _show(experiment, runs, workdir)
         return 0
     with cluster.joined() as watch:
+        # Before the plan, which waits for the devices of those that wait here.
+        runner.agree(watch.processes, runs, workdir)
         if watch.processes.leads:
             _show(experiment, runs, workdir)
-        runner.agree(watch.processes, runs, workdir)
         write = functools.partial(runner.write_sweep, experiment, workdir)
         watch.processes.from_leader(write)
         outcome = _train(experiment, runs, workdir, watch)

@@ -15,7 +15,10 @@
 attempt() {
   local name=$1 asked=0 status=0 child='' folder=${XMOD_ATTEMPTS:-runs/logs} limit=1
   shift
-  mkdir -p -- "$folder"
+  if ! { mkdir -p -- "$folder" && [[ -w $folder ]]; } 2>/dev/null; then
+    echo "$folder cannot be written to: set XMOD_ATTEMPTS to a folder that outlives a start" >&2
+    return 2
+  fi
   # The commands write the folders of the runs that they train into this file.
   export XMOD_ATTEMPT=$folder/.attempt_$name
   trap 'asked=1; [[ -z $child ]] || kill -USR1 "$child" 2>/dev/null || true' TERM USR1

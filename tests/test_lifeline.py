@@ -10,8 +10,9 @@ import threading
 
 import pytest
 
+from xmod_jax.agreement import Hello, differing
 from xmod_jax.lifeline import Lifeline
-from xmod_jax.rendezvous import Door, Hello, differing
+from xmod_jax.rendezvous import Door
 from xmod_jax.wire import Peer
 
 _LONG = 30  # seconds within which anything here happens
@@ -133,7 +134,7 @@ def test_a_latecomer_of_another_run_is_told_so_and_one_of_this_run_to_come_again
 _FOLLOWER = """
 import socket, sys
 from xmod_jax.lifeline import Lifeline
-from xmod_jax.rendezvous import Hello
+from xmod_jax.agreement import Hello
 from xmod_jax.wire import Peer
 peer = Peer(socket.create_connection(("localhost", int(sys.argv[1]))))
 Lifeline(Hello(1, 2), None, {0: peer}, "", lambda: None, lambda: False)

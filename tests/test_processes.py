@@ -204,6 +204,11 @@ def ends(children, timeout=600):
     [
         ("--seed=0", "--seed=1", "--seed is 0 in process 0, 1 in process 1"),
         ("--process_count=2", "--process_count=3", "--process_count is 2 in process 0, 3 in"),
+        (
+            "--keep_every=0",
+            "--start_from=runs/x",
+            "--start_from is not given in process 0,",
+        ),
         ("--run=dense", "--run=xmod_a1k2", "--run is dense in process 0, xmod_a1k2 in process 1"),
     ],
 )

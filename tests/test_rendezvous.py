@@ -13,8 +13,9 @@ import pytest
 
 from tests.devices import coordinator
 from xmod_jax import rendezvous
+from xmod_jax.agreement import Hello, differing
 from xmod_jax.errors import UserError
-from xmod_jax.rendezvous import Hello, NotMet, Place, differing
+from xmod_jax.rendezvous import NotMet, Place
 
 _LONG = 15  # seconds within which anything here happens
 

@@ -12,7 +12,8 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 
-from xmod_jax.rendezvous import Asked, Door, Hello, Judge, difference, ready
+from xmod_jax.agreement import Hello, Judge, difference
+from xmod_jax.rendezvous import Asked, Door, ready
 from xmod_jax.wire import Message, Peer
 
 _HOUR_S = 3600  # nothing is looked at meanwhile that does not wake the thread

@@ -18,18 +18,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from xmod_jax import rendezvous, slurm
+from xmod_jax import agreement, rendezvous, slurm
+from xmod_jax.agreement import Hello, Judge
 from xmod_jax.errors import UserError
 from xmod_jax.lifeline import Lifeline
 from xmod_jax.relay import Relay
-from xmod_jax.rendezvous import Hello, Judge, Place
+from xmod_jax.rendezvous import Place
 
 REQUEUE = 75  # EX_TEMPFAIL: come back later
 
 _SILENCE_S = 60  # after which JAX aborts all processes, should one hang
 _GRACE_S = 5  # for the main thread to hear of a lost process by itself
 _LAST_WORD_S = 10  # for one that cannot go on to say with what status it ends
-_SEEN_S = 10  # for a file of one node to be seen on all others
 _PATIENCE_S = 300  # for all processes to come
 # What Gloo, NCCL and JAX's coordination say when the other end has gone.
 _LOST = re.compile(r"gloo|nccl|coordination|heartbeat|connection|peer", re.IGNORECASE)
@@ -277,7 +277,7 @@ class Processes:
           ProcessLost: another process has gone meanwhile, or this one was asked to leave.
         """
         if self.count > 1:
-            self._judged(what, rendezvous.differing)
+            self._judged(what, agreement.differing)
 
     def _judged(self, what: Mapping[str, str], judge: Judge) -> None:
         assert _line is not None, "only processes that have met can compare anything"
@@ -308,9 +308,9 @@ class Processes:
                 folder.mkdir(parents=True, exist_ok=True)
                 token.touch(exist_ok=False)
             self.agree({})  # the file is there
-            seen = self.leads or _seen(token, lambda: _line.lost.is_set() or _line.asked())
+            seen = self.leads or agreement.seen(token, lambda: _line.lost.is_set() or _line.asked())
             missed = "" if seen else socket.gethostname()
-            self._judged({"missed": missed}, functools.partial(_unshared, folder))
+            self._judged({"missed": missed}, functools.partial(agreement.unshared, folder))
         except UserError:
             if self.leads:
                 token.unlink(missing_ok=True)
@@ -386,32 +386,6 @@ def _broadcast(value: int) -> int:
     from jax.experimental import multihost_utils
 
     return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
-
-
-def _seen(path: pathlib.Path, stop: Callable[[], bool]) -> bool:
-    """Whether a file that another node has made comes into sight in time."""
-    end = time.monotonic() + _SEEN_S
-    while not path.exists():
-        if time.monotonic() > end or stop():
-            return False
-        time.sleep(0.1)
-        # A network file system keeps in mind what was not there, until a folder is listed anew.
-        for folder in (path.parent.parent, path.parent):
-            with contextlib.suppress(OSError):
-                os.listdir(folder)
-    return True
-
-
-def _unshared(folder: pathlib.Path, whats: Mapping[int, Mapping[str, str]]) -> str | None:
-    """One line for the processes that did not see process 0's file in its folder, or None."""
-    missed = {index: what["missed"] for index, what in whats.items() if what["missed"]}
-    if not missed:
-        return None
-    who = ", ".join(f"process {index} on {host}" for index, host in sorted(missed.items()))
-    return (
-        f"{folder} of process 0 on {socket.gethostname()} is not the folder of {who}: choose one "
-        "on a file system that all of them share"
-    )
 
 
 def _free_port() -> int:

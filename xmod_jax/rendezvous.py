@@ -17,9 +17,10 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+from xmod_jax.agreement import Hello, difference, named
 from xmod_jax.errors import UserError
 from xmod_jax.wire import Message, Peer
 
@@ -37,8 +38,6 @@ _ADDRESS = re.compile(
 )
 
 Asked = Callable[[], bool]
-# What is wrong with the values of all processes, by their numbers, in one line; None: nothing.
-Judge = Callable[[Mapping[int, Mapping[str, str]]], str | None]
 
 
 class NotMet(Exception):
@@ -63,86 +62,6 @@ class Place(NamedTuple):
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.ports[0]}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Hello:
-    """What a process says of itself.
-
-    Attributes:
-      index: its number.
-      count: how many it believes that there are.
-      what: what it was started with, by label; equal in all of them.
-      host: the machine that it runs on.
-    """
-
-    index: int
-    count: int
-    what: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    host: str = dataclasses.field(default_factory=socket.gethostname)
-
-    @classmethod
-    def read(cls, message: Message) -> Hello | None:
-        """That of a message; None for one that is none."""
-        said = message.get("hello")
-        if not isinstance(said, dict):
-            return None
-        index, count = (said.get(name) for name in ("index", "count"))
-        what, host = said.get("what"), said.get("host")
-        if not (_is_number(index) and _is_number(count)):
-            return None
-        if not (isinstance(what, dict) and isinstance(host, str)):
-            return None
-        if not all(isinstance(value, str) for value in what.values()):
-            return None
-        return cls(index, count, what, host)
-
-
-def _is_number(value: Any) -> TypeGuard[int]:
-    return type(value) is int and value >= 0
-
-
-def difference(hellos: Sequence[Hello]) -> str | None:
-    """One line that says in what processes differ that should not, or None."""
-    if line := _differs("--process_count", {h.index: str(h.count) for h in hellos}):
-        return line
-    seen: dict[int, Hello] = {}
-    for hello in hellos:
-        if (other := seen.setdefault(hello.index, hello)) is not hello:
-            return (
-                f"two processes were started as process {hello.index} (on {other.host} and "
-                f"{hello.host}): give each a --process_index of its own"
-            )
-    return differing({hello.index: hello.what for hello in hellos})
-
-
-def differing(whats: Mapping[int, Mapping[str, str]]) -> str | None:
-    """One line for the first label whose values differ between processes, or None."""
-    for label in dict.fromkeys(label for what in whats.values() for label in what):
-        values = {index: what.get(label, "not given") for index, what in whats.items()}
-        if line := _differs(label, values):
-            return line
-    return None
-
-
-def _differs(label: str, values: Mapping[int, str]) -> str | None:
-    holders: dict[str, list[int]] = {}
-    for index, value in sorted(values.items()):
-        holders.setdefault(value, []).append(index)
-    if len(holders) < 2:
-        return None
-    parts = [f"{value} in {_processes(who)}" for value, who in holders.items()]
-    return (
-        f"the processes of the run were started differently: {label} is {', '.join(parts)}: start "
-        "all of them with the same command and code"
-    )
-
-
-def _processes(indices: Sequence[int]) -> str:
-    if len(indices) == 1:
-        return f"process {indices[0]}"
-    shown = [str(index) for index in indices[:8]] + ["..."] * (len(indices) > 8)
-    return f"processes {', '.join(shown)}"
 
 
 class Door:
@@ -286,7 +205,7 @@ def lead(door: Door, me: Hello, asked: Asked, patience_s: float) -> dict[int, Pe
         missing = sorted({*range(me.count)} - {hello.index for hello in hellos})
         if missing:
             raise NotMet(
-                f"{_processes(missing)} of {me.count} did not come within {patience_s:g} s: start "
+                f"{named(missing)} of {me.count} did not come within {patience_s:g} s: start "
                 "all of them; nothing is lost"
             )
     except (UserError, NotMet) as error:

@@ -217,3 +217,9 @@ def test_a_job_asks_for_cpus_and_memory_for_its_gpus(tmp_path, options, asked):
     )
     words = ["--signal=B:USR1@180", *asked.split(), *options]
     assert done.stdout.split() == [*words, "launch/slurm/run.sbatch", "--mesh=fsdp:8"], done.stderr
+
+
+def test_a_folder_that_cannot_hold_what_is_known_of_starts_is_one_line(batch, tmp_path):
+    (tmp_path / "file").touch()
+    out, errors = ended(batch("exit 75", XMOD_ATTEMPTS=str(tmp_path / "file" / "folder")))
+    assert out == "status 2\n" and "set XMOD_ATTEMPTS" in errors and errors.count("\n") == 1
