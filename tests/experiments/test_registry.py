@@ -220,6 +220,38 @@ def test_override_changes_seed_and_data_of_every_run():
     assert all(run.execution.keep_products for run in kept.runs)
 
 
+def test_seeds_stand_one_after_another_and_are_found_by_the_runs_name():
+    plain = registry.get("main_556m", "mini")
+    experiment = plain.override(seed=3, seeds=2)
+    assert [(run.name, run.train.seed) for run in experiment.runs] == [
+        (run.name, seed) for run in plain.runs for seed in (3, 4)
+    ]
+    assert [run.folder for run in experiment.select(["dense"])] == ["dense_seed3", "dense_seed4"]
+    assert experiment.run("dense").train.seed == 3
+    with pytest.raises(UserError, match="2 seeds from 4294967295 on go beyond 4294967295"):
+        plain.override(seed=2**32 - 1, seeds=2)
+
+
+@pytest.mark.parametrize("factor", [0.1, 0.5, 2.0, 3.7, 10.0])
+def test_a_budget_multiplies_the_compute_and_keeps_it_matched(factor):
+    for name in ("k_sweep_2k", "main_556m"):
+        plain = registry.get(name, "mini")
+        experiment = plain.override(budget=factor)
+        flops = lambda run: accounting.training_flops(
+            run.model, run.train.context_length, run.train.tokens
+        )
+        dense = flops(experiment.run("dense"))
+        for before, run in zip(plain.runs, experiment.runs, strict=True):
+            one_step = flops(run) / run.train.steps
+            assert abs(flops(run) - factor * flops(before)) <= one_step * (1 + 1e-9)
+            assert flops(run) <= dense and dense - flops(run) <= (2 + factor) * one_step * 1.1
+            assert config_hash(run) != config_hash(before)
+            assert run.execution.eval_every <= run.train.steps
+    assert plain.override(budget=1.0) == plain
+    with pytest.raises(UserError, match="--budget=0.0001 leaves"):
+        plain.override(budget=0.0001)
+
+
 def test_a_name_is_defined_once():
     with pytest.raises(ValueError, match="defined twice"):
         registry.register(registry.names()[0])(lambda scale: registry.get("main_556m", scale))
