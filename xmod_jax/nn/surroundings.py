@@ -81,7 +81,7 @@ def _like(leaf: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
 
 
 def without_explicit_axes(
-    run: Callable[[jax.Array, Any], T], x_BLD: jax.Array, rest: Any, output: type[T]
+    run: Callable[[jax.Array, Any], T], x_BLD: jax.Array, rest: Any, output: Any
 ) -> T:
     """``run(x_BLD, rest)``, where the compiler chooses the shardings along every axis of a mesh.
 
