@@ -31,7 +31,7 @@ from xmod_jax.config import (
 )
 from xmod_jax.errors import UserError
 from xmod_jax.hierarchy import Hierarchy, StageGroup
-from xmod_jax.identity import config_hash, difference, seedless_hash
+from xmod_jax.identity import config_hash, difference, first_hash, seedless_hash
 
 MODEL = ModelConfig(
     Backbone(16, 4, 4, 2, 24, vocab_size=31), Hierarchy.from_name("A1K4", active_depth=6, prefix=2)
@@ -212,7 +212,7 @@ def first_format(directory, config, data_hash=None):
     if not values["train"]["keep_products"]:
         del values["train"]["keep_products"]
     values["data"] = {"source": config.data.source}
-    content = {"hash": "c547650c6d196e01", "config": values}
+    content = {"hash": first_hash(values), "config": values}
     content["accounting"] = accounting.summary(config.model, config.train.context_length)
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(content))
@@ -245,3 +245,19 @@ def test_other_data_are_no_continuation_of_a_directory_of_the_first_format(tmp_p
 def test_a_directory_of_the_first_format_without_checkpoint_has_data_of_unknown_content(tmp_path):
     first_format(tmp_path / "run", CONFIG)
     assert records.RunRecord.load(tmp_path / "run").config.data == DataConfig("prep")
+
+
+def test_a_configuration_of_the_first_format_changed_by_hand_is_refused(tmp_path):
+    started = dataclasses.replace(CONFIG, start=Start("there", "0123", 4))
+    for name, config in {"run": CONFIG, "started": started}.items():
+        first_format(tmp_path / name, config, DATA.hash)
+    # As the versions that wrote this format named these runs.
+    assert json.loads((tmp_path / "run/config.json").read_text())["hash"] == "f4aadd8e4d7e8401"
+    path = tmp_path / "started" / "config.json"
+    assert json.loads(path.read_text())["hash"] == "eaf67c8829ee1c34"
+    moved = path.read_text().replace('"there"', '"moved"')
+    path.write_text(moved)
+    assert records.RunRecord.load(path.parent).config.start == Start("moved", "0123", 4)
+    path.write_text(moved.replace('"seed": 0', '"seed": 5'))
+    with pytest.raises(UserError, match=r"config\.json: its hash .* changed by hand"):
+        records.RunRecord.load(path.parent)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from xmod_jax.config import RunConfig, to_dict
@@ -35,7 +36,23 @@ def identity(config: RunConfig) -> dict[str, Any]:
 
 def config_hash(config: RunConfig) -> str:
     """Hash of `identity`: 16 hexadecimal digits, equal for runs that are the same training."""
-    return hashlib.sha256(json.dumps(identity(config), sort_keys=True).encode()).hexdigest()[:16]
+    return _hash(identity(config))
+
+
+def first_hash(values: Mapping[str, Any]) -> str:
+    """The hash that the first format of run directories gave a run, from its configuration there.
+
+    Raises:
+      KeyError: a part is missing.
+    """
+    parts = [values["model"], values["train"], values["data"]]
+    if start := values.get("start"):
+        parts.append(start | {"directory": ""})
+    return _hash(parts)
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def seedless_hash(config: RunConfig) -> str:

@@ -25,7 +25,7 @@ from typing import Any
 from xmod_jax import accounting, storage
 from xmod_jax.config import RunConfig, from_dict, to_dict
 from xmod_jax.errors import UserError
-from xmod_jax.identity import config_hash, difference
+from xmod_jax.identity import config_hash, difference, first_hash
 from xmod_jax.storage import Path
 
 CONFIG = "config.json"
@@ -213,28 +213,34 @@ def _read_config(stored: dict[str, Any], directory: pathlib.Path) -> RunConfig:
       KeyError, ValueError: what it holds is not that.
     """
     if "format" not in stored:
-        return _read_first_format(stored["config"], directory)
+        return _read_first_format(stored, directory)
     if stored["format"] != _FORMAT:
         raise ValueError(
             f"it is of format {stored['format']!r}, this version reads {_FORMAT}: use the version "
             "that wrote it"
         )
     config = from_dict(RunConfig, stored["config"])
-    if stored["hash"] != config_hash(config):
-        raise ValueError(
-            f"its hash {stored['hash']!r} is not that of what it says, {config_hash(config)}: it "
-            "was changed by hand; undo that, or choose another work directory"
-        )
+    _check_hash(stored["hash"], config_hash(config))
     return config
 
 
-def _read_first_format(values: Any, directory: pathlib.Path) -> RunConfig:
+def _check_hash(stored: Any, found: str) -> None:
+    if stored != found:
+        raise ValueError(
+            f"its hash {stored!r} is not that of what it says, {found}: it was changed by hand; "
+            "undo that, or choose another work directory"
+        )
+
+
+def _read_first_format(stored: dict[str, Any], directory: pathlib.Path) -> RunConfig:
     """What a directory of the first format trains; its data are known from a checkpoint."""
+    values = stored["config"]
     if not isinstance(values, dict) or not isinstance(values.get("train"), dict):
         return from_dict(RunConfig, values)  # says what is wrong
     train = dict(values["train"])
     execution = {name: train.pop(name) for name in _EXECUTION if name in train}
     config = from_dict(RunConfig, values | {"train": train, "execution": execution})
+    _check_hash(stored["hash"], first_hash(values))
     data = dataclasses.replace(config.data, hash=_data_of_checkpoint(directory))
     return dataclasses.replace(config, data=data)
 

@@ -155,3 +155,8 @@ def test_a_mixture_weighs_its_parts_and_is_none_of_them():
     assert mixture.weights == (0.75, 0.25)
     other = sources.load(DataConfig("embedded=1,embedded=1"))
     assert len({mixture.hash, other.hash, embedded_data().hash}) == 3
+
+
+def test_equal_shares_are_one_mixture_however_they_are_spelled():
+    shares = ["embedded=1,embedded=2", "embedded=0.35,embedded=0.7", "embedded=3e-1,embedded=.6"]
+    assert len({sources.load(DataConfig(source)).hash for source in shares}) == 1

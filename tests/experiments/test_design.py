@@ -77,7 +77,7 @@ def test_mistakes_are_one_line_and_status_2(tmp_path):
         (("--law=paper", "--train_flops=1e20", "--context=2048"), "give either --n_act"),
         ((f"--law={tmp_path / 'law.json'}", *ASKED), "missing e, u"),
         (("--law=paper", *ASKED, "--max_params=1M"), "smallest"),
-        (("--law=paper", *ASKED, "--max_params="), "not a number of parameters"),
+        (("--law=paper", *ASKED, "--max_params="), "--max_params= is empty"),
         (("--law=", *ASKED), "--law= is empty"),
         ((f"--law={tmp_path}", *ASKED), "folder"),
     ):

@@ -132,7 +132,7 @@ def test_whatever_is_typed_or_laid_in_a_folder_is_refused_in_one_line(tmp_path):
         "tests/__init__.py": "a file: give the folder of a checkpoint",
         "tests": "config.json: no such file",
         "a" * 300: "File name too long",
-        "nul\0byte": "no such folder",
+        "nul\0byte": "holds a null character",
         str(sparse): "architecture None is not known",
         str(tmp_path / "many"): "num_hidden_layers is 1000000000, the tensors are those of 2",
         str(_broken(tmp_path / "dots", **{index: dots})): "does not name files of this folder",
@@ -161,7 +161,7 @@ def test_whatever_is_typed_or_laid_in_a_folder_is_refused_in_one_line(tmp_path):
         ([f"--checkpoint={damaged}", new], "no checkpoint can be read"),
         ([run, "--import_hf=nowhere", "--dtype=float16"], "--dtype"),
         ([run, "--import_hf=nowhere", "--max_shard_gb=0"], "--max_shard_gb"),
-        ([run, "--import_hf=nowhere", "--max_shard_gb=nan"], "--max_shard_gb=nan is not a number"),
+        ([run, "--import_hf=nowhere", "--max_shard_gb=nan"], "--max_shard_gb=nan is not a finite number"),
         ([run, "--import_hf=nowhere", "more"], "unexpected argument 'more'"),
     ]
     before = sorted(tmp_path.rglob("*"))

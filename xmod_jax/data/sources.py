@@ -16,6 +16,8 @@ import os
 import pathlib
 import shlex
 from collections.abc import Iterable
+from decimal import Decimal
+from fractions import Fraction
 from typing import Protocol
 
 import numpy as np
@@ -147,7 +149,7 @@ def _open(source: str) -> Dataset | Mixture:
     if len({part.tokenizer for part in parts}) > 1:
         which = ", ".join(f"{part.name} has {part.tokenizer}" for part in parts)
         raise UserError(f"--data={source}: parts of different tokenizers: {which}")
-    return Mixture(parts, tuple(weight / math.fsum(weights) for weight in weights))
+    return Mixture(parts, tuple(float(weight / sum(weights)) for weight in weights))
 
 
 def check(config: DataConfig) -> None:
@@ -179,13 +181,14 @@ def _is_prepared(folder: pathlib.Path) -> bool:
     return folder.is_dir() and (folder / shards.MANIFEST).exists()
 
 
-def _parts(source: str) -> list[tuple[str, float]]:
+def _parts(source: str) -> list[tuple[str, Fraction]]:
     """Names and weights of ``NAME`` or ``NAME=WEIGHT,NAME=WEIGHT``.
 
-    A prepared directory whose own name holds these signs is meant by itself.
+    A prepared directory whose own name holds these signs is meant by itself. Weights are exact, so
+    that ``0.35`` and ``0.7`` are the same shares as ``1`` and ``2``.
     """
     if ("=" not in source and "," not in source) or _is_prepared(pathlib.Path(source)):
-        return [(source, 1.0)]
+        return [(source, Fraction(1))]
     parts = []
     for part in source.split(","):
         name, _, weight = part.rpartition("=")
@@ -198,7 +201,7 @@ def _parts(source: str) -> list[tuple[str, float]]:
                 f"--data={source}: {part!r} is not NAME=WEIGHT with a positive weight, and no "
                 "prepared directory has the whole for its name"
             )
-        parts.append((name, value))
+        parts.append((name, Fraction(Decimal(weight))))
     return parts
 
 

@@ -36,6 +36,7 @@ from xmod_jax.nn.stage_arguments import (
     check_stage,
     varying_axes,
 )
+from xmod_jax.nn.surroundings import Layers, closures_as_params, without_explicit_axes
 
 # (layer parameters, rows [B, C, D], row data [B, C, ...], score [B, C]) -> new rows [B, C, D];
 # with `reads_stream` also the whole stream [B, L, D] and its data [B, L, ...]; with `keeps` it
@@ -77,7 +78,7 @@ def gated_residual(block: Callable[[Any, jax.Array, Any], jax.Array]) -> RowUpda
 
     Args:
       block: ``block(params, rows_BCD, positions) -> residual_BCD``. It must be causal over its
-        rows, which stand in position order, and must not close over traced values.
+        rows, which stand in position order.
 
     Returns:
       A row update whose layer parameters are the pair ``(params, gate)``; gates of all layers [S].
@@ -118,7 +119,8 @@ def routed_stage(
     """Runs the S sparse layers of one stage under top-k routing of capacity ceil(L/K).
 
     Args:
-      update: new values of a layer's rows; see `gated_residual`.
+      update: new values of a layer's rows; see `gated_residual`. Every layer gets a copy of the
+        traced values that it closes over; inside `jax.shard_map` it must close over none.
       params: parameters of all layers, every leaf [S, ...]; leaves that are not floating, a
         layer's random key for instance, are constants.
       router_SD: router vectors, at least float32.
@@ -135,11 +137,22 @@ def routed_stage(
     Raises:
       ValueError: an argument of the wrong shape, dtype or value; names it.
     """
-    check_stage(params, router_SD, x_BLD, positions, sparsity, bias_scale, valid_BL, "S")
-    params, router_NSD = jax.tree.map(lambda leaf: leaf[None], (params, router_SD))
-    options: dict[str, Any] = {"sparsity": sparsity, "bias_scale": bias_scale, "valid_BL": valid_BL}
-    out = routed_stages(update, params, router_NSD, x_BLD, positions, **options)
-    return StageOutput(out.x_BLD, *(field[0] for field in out[1:]))
+    arguments = (params, router_SD, x_BLD, positions, sparsity, bias_scale, valid_BL)
+    sparsity, bias_scale = check_stage(*arguments, "S")
+    options: dict[str, Any] = {"sparsity": sparsity, "bias_scale": bias_scale}
+    count = routing.capacity(x_BLD.shape[1], sparsity)
+
+    def run(x_BLD: jax.Array, rest: Any) -> StageOutput:
+        params, router_SD, positions, valid_BL = rest
+        layers = closures_as_params(Layers(update, params), router_SD, x_BLD, positions, count)
+        params, router_NSD = jax.tree.map(lambda leaf: leaf[None], (layers.params, router_SD))
+        out = routed_stages(
+            layers.update, params, router_NSD, x_BLD, positions, valid_BL=valid_BL, **options
+        )
+        return StageOutput(out.x_BLD, *(field[0] for field in out[1:]))
+
+    rest = params, router_SD, positions, valid_BL
+    return without_explicit_axes(run, x_BLD, rest, StageOutput)
 
 
 def routed_stages(

@@ -32,6 +32,7 @@ from xmod_jax.nn.stage_arguments import (
     check_stage,
     varying_axes,
 )
+from xmod_jax.nn.surroundings import without_explicit_axes
 
 PAPER_THRESHOLD = 0.0  # of the biased logit: sigmoid(0) = 0.5
 # Rows that one read of a layer's parameters should serve. On CPU reading them takes as long as 40
@@ -88,11 +89,17 @@ def threshold_stage(
     """
     arguments = (params, router_SD, x_BLD, positions, sparsity, bias_scale, valid_BL)
     check_stage(*arguments, "S", threshold_S)
-    params, router_NSD = jax.tree.map(lambda leaf: leaf[None], (params, router_SD))
-    options: dict[str, Any] = {"sparsity": sparsity, "bias_scale": bias_scale, "valid_BL": valid_BL}
-    threshold_NS = threshold_S[None]
-    out = threshold_stages(update, params, router_NSD, x_BLD, positions, threshold_NS, **options)
-    return ThresholdOutput(out.x_BLD, out.routed_S[0], *(field[0, 0] for field in out[2:]))
+    options: dict[str, Any] = {"sparsity": sparsity, "bias_scale": bias_scale}
+
+    def run(x_BLD: jax.Array, rest: Any) -> ThresholdOutput:
+        positions, valid_BL, *stacks = rest
+        params, router_NSD, threshold_NS = jax.tree.map(lambda leaf: leaf[None], stacks)
+        stage = (params, router_NSD, x_BLD, positions, threshold_NS)
+        out = threshold_stages(update, *stage, valid_BL=valid_BL, **options)
+        return ThresholdOutput(out.x_BLD, out.routed_S[0], *(field[0, 0] for field in out[2:]))
+
+    rest = positions, valid_BL, params, router_SD, threshold_S
+    return without_explicit_axes(run, x_BLD, rest, ThresholdOutput)
 
 
 def threshold_stages(
