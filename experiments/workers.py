@@ -129,9 +129,7 @@ class _Worker:
         except EOFError:
             if self.outcome is None and self.trouble is None:
                 self.process.join()
-                self.trouble = RuntimeError(
-                    f"{self.process.name} of the sweep ended with {self.process.exitcode}"
-                )
+                self.trouble = _ended(self.process)
             return False
         getattr(self, f"_{kind}")(value)
         return True
@@ -156,6 +154,13 @@ class _Worker:
 
     def _trouble(self, error: Exception) -> None:
         self.trouble = error
+
+
+def _ended(process: Any) -> Exception:
+    """What is wrong with a worker that ended without a word."""
+    if process.exitcode == -signal.SIGTERM:  # it had not got as far as to heed it
+        return Preempted(f"{process.name} of the sweep was asked to leave before it began")
+    return RuntimeError(f"{process.name} of the sweep ended with {process.exitcode}")
 
 
 def _follow(workers: Sequence[_Worker]) -> None:

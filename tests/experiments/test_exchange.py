@@ -161,7 +161,10 @@ def test_whatever_is_typed_or_laid_in_a_folder_is_refused_in_one_line(tmp_path):
         ([f"--checkpoint={damaged}", new], "no checkpoint can be read"),
         ([run, "--import_hf=nowhere", "--dtype=float16"], "--dtype"),
         ([run, "--import_hf=nowhere", "--max_shard_gb=0"], "--max_shard_gb"),
-        ([run, "--import_hf=nowhere", "--max_shard_gb=nan"], "--max_shard_gb=nan is not a finite number"),
+        (
+            [run, "--import_hf=nowhere", "--max_shard_gb=nan"],
+            "--max_shard_gb=nan is not a finite number",
+        ),
         ([run, "--import_hf=nowhere", "more"], "unexpected argument 'more'"),
     ]
     before = sorted(tmp_path.rglob("*"))

@@ -208,7 +208,9 @@ def test_a_work_directory_of_something_else_is_refused_in_one_line(tmp_path):
 
 def test_every_seed_has_a_directory_of_its_own(tmp_path):
     seeds = EXPERIMENT.override(seeds=2)
-    assert sweep(tmp_path, trainer(), seeds.runs).done == [run.folder for run in seeds.runs]
+    display = Display(seeds.runs, io.StringIO())
+    outcome = run_all(seeds.runs, tmp_path, trainer(), display)
+    assert outcome.done == [run.folder for run in seeds.runs]
     assert (tmp_path / "dense" / records.DONE).exists()
     other = records.RunRecord.load(tmp_path / "dense_seed1")
     assert other.config.train.seed == 1 and other.config.name == "dense"

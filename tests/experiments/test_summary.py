@@ -83,6 +83,27 @@ def test_seeds_make_one_point_with_its_spread():
     assert len(axes.patches) == 1
 
 
+def test_the_table_has_means_over_seeds_and_differences_paired_by_seed():
+    experiment = registry.get("k_sweep_32k", "mini").override(seeds=2)
+    losses = {"dense": (2.50, 2.60), "xmod_a1k4": (2.40, 2.52), "xmod_a1k8": (2.30, 2.44)}
+    rows = [
+        summary.Result(
+            run,
+            final_record(run) | {"loss_calibrated": losses[run.name][run.train.seed]},
+            losses["dense"][run.train.seed],
+        )
+        for run in experiment.runs
+        if run.name in losses
+    ]
+    lines = summary.table(rows).splitlines()
+    assert lines[0].split()[:8] == ["run", "seeds", "K", "A", "loss", "-", "dense", "error"]
+    assert lines[1].split()[:6] == ["dense", "2", "1", "0", "2.5500", "-"]
+    assert lines[2].split()[:7] == ["xmod_a1k4", "2", "4", "1", "2.4600", "-0.0900", "0.0100"]
+    assert lines[3].split()[:7] == ["xmod_a1k8", "2", "8", "1", "2.3700", "-0.1800", "0.0200"]
+    # sqrt((0.0141^2 + 0.0283^2) / 2) / sqrt(2)
+    assert lines[5].endswith("pooled over the rows it is 0.0158, the largest difference -0.1800")
+
+
 def test_runs_that_share_a_k_stand_by_themselves(swept):
     experiment, workdir = swept("ablations")
     axes = _axes(summary.figure(experiment, summary.results(experiment, workdir)))
