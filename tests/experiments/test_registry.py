@@ -248,7 +248,7 @@ def test_a_budget_multiplies_the_compute_and_keeps_it_matched(factor):
             assert config_hash(run) != config_hash(before)
             assert run.execution.eval_every <= run.train.steps
     assert plain.override(budget=1.0) == plain
-    with pytest.raises(UserError, match="--budget=0.0001 leaves"):
+    with pytest.raises(UserError, match=r"--budget=0.0001 leaves"):
         plain.override(budget=0.0001)
 
 

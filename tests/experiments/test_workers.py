@@ -67,7 +67,7 @@ def test_a_worker_that_is_killed_is_told_and_the_other_saves(tmp_path, monkeypat
             os.kill(self.process.pid, signal.SIGKILL)
 
     monkeypatch.setattr(workers._Worker, "_begin", kill_the_first)
-    with pytest.raises(RuntimeError, match="worker . of the sweep ended with -9"):
+    with pytest.raises(RuntimeError, match=r"worker . of the sweep ended with -9"):
         workers.train(job(tmp_path, long), 2, display)
 
 
