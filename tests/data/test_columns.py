@@ -72,3 +72,9 @@ def test_two_columns_of_one_name_are_refused(tmp_path):
 def test_names_that_are_no_utf8_are_opened(tmp_path):
     path = tmp_path / "\udcff.parquet"
     assert read(parquet_file(tmp_path / "a.parquet", pyarrow.array(TEXTS)).rename(path)) == TEXTS
+
+
+def test_a_column_is_told_from_a_field_of_the_same_path(tmp_path):
+    field = pyarrow.array([{"text": "wrong"}] * len(TEXTS))
+    parquet.write_table(pyarrow.table({"meta": field, "meta.text": TEXTS}), tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet", field="meta.text") == TEXTS

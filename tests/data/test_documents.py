@@ -216,3 +216,10 @@ def test_text_of_another_encoding_is_refused_with_the_way_to_utf8(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("Une ligne en français, déjà vue.\n" * 99, encoding="latin-1")
     assert "make it UTF-8 if it is of another encoding" in refused(path)
+
+
+def test_byte_order_marks_of_joined_files_are_no_text(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes("one\n\ntwo\n".encode("utf-8-sig") + "\nthree\n".encode("utf-8-sig"))
+    assert read(path, unit="line") == ["one", "", "two", "", "three"]
+    assert read(path, unit="paragraph") == ["one", "two", "three"]

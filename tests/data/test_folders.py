@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import pathlib
@@ -143,6 +144,7 @@ def test_a_pipe_is_refused_without_being_read(tmp_path):
         ("a.csv", "text,label\nx,1\n", "1 file .csv is read as plain text"),
         ("a.txt", json.dumps({"text": "x"}) + "\n", "looks like JSON lines"),
         ("a.txt", "one\rtwo\r", "carriage returns for line ends"),
+        ("a.txt", "\n<!DOCTYPE html>\n<html><body>Not found</body></html>", "like a web page"),
     ],
 )
 def test_text_that_is_perhaps_not_meant_so_is_read_with_a_warning(tmp_path, name, content, doubt):
@@ -150,6 +152,29 @@ def test_text_that_is_perhaps_not_meant_so_is_read_with_a_warning(tmp_path, name
     names, (warning,) = found(tmp_path)
     assert names == {name: "text"} and doubt in warning and name in warning
     assert found(tmp_path, kind="text")[1] == []
+
+
+def test_a_file_beside_what_it_is_packed_from_is_told(tmp_path):
+    folder = made(tmp_path, "a.jsonl", "b.jsonl")
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress((folder / "a.jsonl").read_bytes()))
+    names, (warning,) = found(folder)
+    assert names.keys() == {"a.jsonl", "a.jsonl.gz", "b.jsonl"}
+    assert "perhaps the same data twice" in warning and "a.jsonl.gz" in warning
+    assert "b.jsonl" not in warning
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (("train-0.jsonl", "test-0.jsonl", "validation-0.jsonl"), "2 files named"),
+        (("train/0.jsonl", "dev/0.jsonl"), "1 file named"),
+        (("test-0.jsonl", "tested.jsonl"), ""),
+        (("training.jsonl", "latest.jsonl"), ""),
+    ],
+)
+def test_splits_to_measure_on_beside_those_to_train_on_are_told(tmp_path, names, told):
+    _, warnings = found(made(tmp_path / "data", *names))
+    assert [told in warning for warning in warnings] == [True] * bool(told)
 
 
 def test_texts_of_several_endings_are_counted(tmp_path):

@@ -180,11 +180,12 @@ def _open(documents: Documents) -> contextlib.AbstractContextManager[IO[bytes]]:
 
 
 def _lines(documents: Documents) -> Iterator[tuple[int, bytes]]:
-    """Numbered lines without their line feed."""
+    """Numbered lines without their line feed, or a byte order mark where files were joined."""
     with _open(documents) as stream:
         number = 0
         while line := stream.readline(MAX_DOCUMENT + 2):
             number += 1
+            line = line.removeprefix(formats.BYTE_ORDER_MARK)
             yield number, line.removesuffix(b"\n").removesuffix(b"\r")
 
 
@@ -219,7 +220,6 @@ def _paragraphs(documents: Documents) -> Iterator[tuple[str, Any]]:
 def _jsonl(documents: Documents) -> Iterator[tuple[str, Any]]:
     path, field = documents._source.path, documents._reading.field
     for number, line in _lines(documents):
-        line = line.removeprefix(formats.BYTE_ORDER_MARK)  # where files were joined
         if not line.strip():
             continue
         place = f"line {number}"

@@ -32,6 +32,10 @@ _CARD = re.compile(
 # What Spark and Delta Lake leave beside their parquet files; no reader takes it for data.
 _LEFT_BY_SPARK = re.compile(r"_SUCCESS|_metadata|_common_metadata|_(committed|started)_\w+")
 _PASSED_BY = ("_temporary", "_delta_log", "_spark_metadata", "__pycache__", "__MACOSX")
+# Names of files and folders that hold what models are measured on, beside what they train on.
+_TRAINING = re.compile(r"(?<![a-z])train(ing)?(?![a-z])", re.IGNORECASE)
+_MEASURING = re.compile(r"(?<![a-z])(test|valid|validation|val|dev|eval)(?![a-z])", re.IGNORECASE)
+_WEB_PAGE = (b"<!doctype html", b"<html")
 _BY_HAND = "take it away, name the files one by one, or choose one kind by --source"
 
 
@@ -78,6 +82,8 @@ def choose(
         else:
             raise UserError(f"{path}: not a file, and can be read but once: write it to a file")
     chosen = _once(chosen, warn)
+    _tell_twins(chosen, warn)
+    _tell_splits(chosen, warn)
     if kind is None:
         _tell_doubts(chosen, warn)
     return [(look.path, look.kind) for look in chosen if look.kind]
@@ -111,6 +117,8 @@ def _doubt(name: str, head: bytes) -> str:
     ending = pathlib.PurePath(name).suffix
     if ending in _MARKED:
         return f"{ending} is read as plain text, with all its marks"
+    if head.lstrip().lower().startswith(_WEB_PAGE):
+        return "looks like a web page, perhaps a server's message in place of the data"
     line, end, _ = head.partition(b"\n")
     if b"\r" in head and not end:
         return "has carriage returns for line ends, and is one long line so"
@@ -234,6 +242,29 @@ def _once(looks: Iterable[_Look], warn: Callable[[str], None]) -> list[_Look]:
     if again:
         warn(f"{len(again)} given more than once and read once: {_some(again)}")
     return list(first.values())
+
+
+def _tell_twins(looks: Iterable[_Look], warn: Callable[[str], None]) -> None:
+    """Warns of files that stand beside what they seem to be packed from."""
+    places: dict[tuple[pathlib.Path, str], list[pathlib.Path]] = {}
+    for look in looks:
+        place = look.path.parent, streams.unpacked_name(str(look.path))
+        places.setdefault(place, []).append(look.path)
+    twins = [paths for paths in places.values() if len(paths) > 1]
+    if twins:
+        told = [" and ".join(map(str, paths)) for paths in twins]
+        warn(f"perhaps the same data twice, packed and unpacked; both are read: {_some(told)}")
+
+
+def _tell_splits(looks: Iterable[_Look], warn: Callable[[str], None]) -> None:
+    """Warns of what is named as data to measure on, where other files are named as to train on."""
+    names = {look.path: f"{look.path.parent.name}/{look.path.name}" for look in looks}
+    measuring = [path for path, name in names.items() if _MEASURING.search(name)]
+    if measuring and any(_TRAINING.search(names[path]) for path in names.keys() - set(measuring)):
+        warn(
+            f"{_counted(measuring)} named as data to measure on, read as all others, mostly to "
+            f"train on: {_some(measuring)}; to leave them out, name the others in --input"
+        )
 
 
 def _tell_doubts(looks: Iterable[_Look], warn: Callable[[str], None]) -> None:
