@@ -107,6 +107,10 @@ def test_steps_meet_below_the_ports_of_outgoing_connections_each_at_its_own():
         ({"SLURM_NODEID": "first"}, "SLURM_NODEID"),
         ({"SLURM_GPUS_ON_NODE": "all"}, "SLURM_GPUS_ON_NODE"),
         ({"CUDA_VISIBLE_DEVICES": "0,1,2"}, "2 tasks on a node cannot share its 3 devices"),
+        (
+            {"CUDA_VISIBLE_DEVICES": "0", "SLURM_GPUS_ON_NODE": "1"},
+            "2 tasks on a node cannot share its 1 devices",
+        ),
     ],
     ids=lambda value: " ".join(map("=".join, value.items())) if isinstance(value, dict) else "",
 )
@@ -131,3 +135,9 @@ def test_a_task_that_is_bound_to_devices_of_its_own_takes_all_that_it_sees():
     shared, bound = (slurm.step(seen | {"SLURM_GPUS_ON_NODE": n}) for n in ("4", "8"))
     assert shared is not None and shared.local_devices == (2, 3)
     assert bound is not None and bound.local_devices is None
+
+
+@pytest.mark.parametrize("none", ["", "-1", "NoDevFiles"])
+def test_tasks_of_a_step_without_devices_share_none(none):
+    step = slurm.step(STEP | {"CUDA_VISIBLE_DEVICES": none, "SLURM_GPUS_ON_NODE": "0"})
+    assert step is not None and step.local_devices is None

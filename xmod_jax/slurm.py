@@ -14,6 +14,7 @@ from xmod_jax.errors import UserError
 # Below the ports that kernels give to outgoing connections: from 32768 on Linux.
 _PORTS = range(20_000, 32_768)
 _SPARE = 4  # ports that a step may meet at; another program may listen at some
+_NO_DEVICE = ("", "-1", "NoDevFiles")  # in CUDA_VISIBLE_DEVICES
 _ANSWER_S = 10  # within which scontrol answers, or goes without
 _NUMBER = re.compile(r"[0-9]{1,12}")
 _ITEM = re.compile(r"(?:[^\s\[\],]|\[[^\[\]]*\])+")  # of a list of nodes: text and brackets
@@ -113,17 +114,19 @@ def _own_devices(environment: Mapping[str, str]) -> tuple[int, ...] | None:
     Tasks divide them evenly, in their order on the node.
     """
     local = _number(environment, "SLURM_LOCALID")
-    seen = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    seen = [
+        n for n in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if n not in _NO_DEVICE
+    ]
     tasks = _tasks_here(environment)
     if local >= tasks:
         raise UserError(f"SLURM_LOCALID={local} is not below the {tasks} tasks of its node")
     # A task that is bound to devices of its own sees fewer than there are.
-    if environment.get("SLURM_GPUS_ON_NODE") and len(seen) < _number(
-        environment, "SLURM_GPUS_ON_NODE"
-    ):
+    known = bool(environment.get("SLURM_GPUS_ON_NODE"))
+    if known and len(seen) < _number(environment, "SLURM_GPUS_ON_NODE"):
         return None
     share, rest = divmod(len(seen), tasks)
-    if tasks == 1 or not share:
+    # Fewer than tasks may be those that this one is bound to, unless they are all of the node's.
+    if tasks == 1 or not (share or (known and seen)):
         return None
     if rest:
         raise UserError(

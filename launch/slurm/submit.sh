@@ -14,12 +14,14 @@ mkdir -p runs/logs  # where the scripts' --output lies; Slurm makes no folder
 gpus='' whole='' tasks=1 cpus='' memory=''
 read_options() {
   while (($#)); do
-    # `--name value` as `--name=value`; a script's name ends the options.
-    if [[ $1 =~ ^(--[a-z-]+|-[cG])$ && $# -gt 1 ]]; then set -- "$1=$2" "${@:3}"; fi
+    # `--name value` as `--name=value`, where it is no option and no script that stands behind.
+    if [[ $1 =~ ^(--[a-z-]+|-[A-Za-z])$ && $# -gt 1 && $2 != -* && $2 != *.sbatch ]]; then
+      set -- "$1=$2" "${@:3}"
+    fi
     case $1 in
       --gpus-per-node=* | --gres=*gpu*) gpus=$(count "${1#*=}") ;;
       --gpus=* | --gpus-per-task=* | -G*) whole=1 ;;
-      --ntasks-per-node=*) tasks=${1#*=} ;;
+      --ntasks-per-node=* | --tasks-per-node=*) tasks=${1#*=} ;;
       --cpus-per-* | -c* | --exclusive*) cpus=1 ;;&
       --mem=* | --mem-per-* | --exclusive*) memory=1 ;;
       -*) ;;

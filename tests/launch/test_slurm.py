@@ -202,6 +202,11 @@ def test_the_cpus_of_a_task_are_passed_on_to_srun(tmp_path):
         (["--gpus-per-node=8", "-c", "12", "--mem=0"], ""),
         (["--gpus=16", "--nodes=2"], "--cpus-per-gpu=8 --mem-per-gpu=60G"),
         (["--nodes=2"], ""),
+        (["-N", "2", "-p", "gpu", "--gpus-per-node=8"], "--cpus-per-task=64 --mem=480G"),
+        (["--hold", "--gpus-per-node=8"], "--cpus-per-task=64 --mem=480G"),
+        (["--gpus-per-node=8", "--parsable"], "--cpus-per-task=64 --mem=480G"),
+        (["-A", "lab", "-t", "4:00:00", "-G", "8"], "--cpus-per-gpu=8 --mem-per-gpu=60G"),
+        (["--gpus-per-node=8", "--tasks-per-node=4"], "--cpus-per-task=16 --mem=480G"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

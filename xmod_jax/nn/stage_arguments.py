@@ -195,6 +195,8 @@ def _check_stream(x_BLD: Any) -> None:
             "x_BLD must be floating [sequences, tokens, width], at least one of each, got "
             f"{dtype} {list(shape)}"
         )
+    if jnp.finfo(dtype).bits < 16:
+        raise ValueError(f"x_BLD must have at least 16 bits a number, got {dtype}")
 
 
 def _check_router(name: str, router: Any, axes: str, width: int) -> tuple[int, ...]:
