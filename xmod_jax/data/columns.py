@@ -32,7 +32,7 @@ def texts(path: str, field: str) -> Iterator[tuple[float, list[bytes | None]]]:
             rows, done = max(file.metadata.num_rows, 1), 0
             for batch in file.iter_batches(_ROWS, columns=[field], use_threads=False):
                 # As bytes, since the library does not look whether a string is UTF-8.
-                # By its name: a column `a.b` is asked for together with a field `b` of a column `a`.
+                # A column `a.b` is asked for together with a field `b` of a column `a`.
                 column: Any = batch.column(field)
                 if isinstance(column, pyarrow.ExtensionArray):
                     column = column.storage
