@@ -246,6 +246,8 @@ def _lines(path: pathlib.Path) -> list[str]:
         text = path.read_text("utf-8-sig")  # a byte order mark is no text
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text: {error}") from error
+    if 5 * text.count("\0") > 2 * len(text):  # UTF-16 of most scripts has half of them
+        raise UserError(f"{path}: not UTF-8 text: mostly null characters (UTF-16? save as UTF-8)")
     # Not `splitlines`, for which a line also ends at a form feed and at other characters of a text.
     prompts = [line for line in text.split("\n") if line.strip()]
     if not prompts:

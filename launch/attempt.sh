@@ -10,6 +10,7 @@
 #   any other status: a fault, which another start would meet again.
 # A start that leaves its runs where the one before left them makes no progress: then 75 becomes 1,
 # with a line. After being asked to leave, which is nobody's fault, it takes five of them in a row.
+# Where that cannot be noted, only a start that was asked to leave is made again.
 #
 # XMOD_ATTEMPTS: folder of what is known of a job's starts (runs/logs).
 attempt() {
@@ -40,7 +41,14 @@ attempt() {
     return "$status"
   fi
   ((!asked)) || limit=5
-  if (($(_fruitless) >= limit)); then
+  local count=0
+  if ! count=$(_fruitless); then
+    ((!asked)) || return 75
+    echo "stopped: job $name was to be started again, but how far it is cannot be noted in" \
+      "$folder, so nothing would end that: make room there, or set XMOD_ATTEMPTS to another folder" >&2
+    return 1
+  fi
+  if ((count >= limit)); then
     echo "stopped: job $name was to be started again, but its last starts came no further" \
       "(no new checkpoint, no run done): see the lines above, then submit it again" >&2
     rm -f -- "$XMOD_ATTEMPT" "$XMOD_ATTEMPT.left"
@@ -50,6 +58,7 @@ attempt() {
 }
 
 # Prints how many starts in a row, up to this one, left the runs as they were; notes how they are.
+# Fails where it cannot.
 _fruitless() {
   local now before='' count=0 known=$XMOD_ATTEMPT.left
   now=$(_position)
@@ -57,7 +66,7 @@ _fruitless() {
     { read -r count && before=$(cat); } <"$known" || true
     if [[ $now == "$before" ]]; then count=$((count + 1)); else count=0; fi
   fi
-  printf '%s\n%s\n' "$count" "$now" >"$known"
+  printf '%s\n%s\n' "$count" "$now" >"$known" || return 1
   printf '%s\n' "$count"
 }
 

@@ -100,7 +100,7 @@ def _first_host(nodes: str, path: str) -> str:
         try:
             command = [program, "show", "hostnames", nodes]
             done = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_S)
-        except (OSError, subprocess.TimeoutExpired):
+        except (OSError, UnicodeDecodeError, subprocess.TimeoutExpired):
             pass
         else:
             if done.returncode == 0 and done.stdout.split():

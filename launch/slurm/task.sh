@@ -21,6 +21,11 @@ case $status in
   0 | 75) ;;
   1 | 2) status=$((100 + status)) ;;
   130) ;;
-  *) if ((status > 128)); then status=75; elif ((status < 75)); then status=101; fi ;;
+  # Above the signals: what containers end with whose image is missing.
+  *)
+    if ((status > 128 && status < 160)); then status=75
+    elif ((status < 75 || status >= 160)); then status=101
+    fi
+    ;;
 esac
 exit "$status"

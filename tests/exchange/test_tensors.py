@@ -64,6 +64,13 @@ def test_a_header_that_lies_is_one_line(tmp_path, file):
     assert "model.safetensors: damaged or cut" in _refusal(tmp_path)
 
 
+def test_a_pointer_in_place_of_the_weights_is_called_so(tmp_path):
+    folders.make(tmp_path / "theirs", CONFIG)
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+    (tmp_path / "theirs/model.safetensors").write_text(pointer)
+    assert "model.safetensors: a pointer of Git LFS" in _refusal(tmp_path / "theirs")
+
+
 @pytest.mark.parametrize("cut", [0, 4, 100, -5])
 def test_a_file_that_was_cut_is_one_line(tmp_path, cut):
     folders.make(tmp_path / "theirs", CONFIG, shards=2)

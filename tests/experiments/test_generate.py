@@ -117,6 +117,7 @@ FLAGS = [
     (("--prompt=a", "--prompt_file=FOLDER/blank"), 2, "no prompt in it"),
     (("--prompt_file=FOLDER/latin",), 2, "not UTF-8 text"),
     (("--prompt_file=FOLDER/null",), 0, "a\0b"),
+    (("--prompt_file=FOLDER/utf16",), 2, "save as UTF-8"),
 ]
 
 
@@ -133,6 +134,7 @@ def said(saved, tmp_path_factory):
     (folder / "blank").write_text("\n  \n\t\n")
     (folder / "latin").write_bytes(b"caf\xe9\n")
     (folder / "null").write_bytes(b"a\0b")
+    (folder / "utf16").write_bytes("one\ntwo\n".encode("utf-16-le"))
     (folder / "lines").write_bytes("one\x0ctwo\u2028three\r\n\r\nfour \x85".encode())
     (folder / "long").write_text("\n".join([*FITTING, "more tokens than a cache may keep"]))
     few, asked = ("--max_tokens=2",), ("--max_tokens=12", "--format=json", "--temperature=1")

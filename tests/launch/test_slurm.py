@@ -114,6 +114,18 @@ def test_a_job_that_makes_no_progress_is_queued_again_once(batch):
     assert ended(batch("exit 75"))[0] == "scontrol requeue 7\n"
 
 
+def test_a_job_whose_starts_cannot_be_counted_is_not_queued_for_ever(batch, tmp_path):
+    (tmp_path / "file").touch()
+    nowhere = str(tmp_path / "file" / "attempts")
+    out, errors = ended(batch("exit 75", XMOD_ATTEMPTS=nowhere))
+    assert out == "status 1\n" and f"cannot be noted in {nowhere}" in errors
+    # One that was asked to leave has done its time, and goes on.
+    with batch(_LISTENS, XMOD_ATTEMPTS=nowhere) as shell:
+        assert shell.stdout is not None and shell.stdout.readline() == "ready\n"
+        shell.send_signal(signal.SIGTERM)
+        assert shell.stdout.read() == "scontrol requeue 7\n"
+
+
 def test_a_job_that_makes_progress_is_queued_again_and_again(batch, tmp_path):
     run = tmp_path / "a run"
     told = f'echo "{run}" >>"$XMOD_ATTEMPT"; '
@@ -178,6 +190,7 @@ def job(tmp_path, *tasks, **variables):
         (("exit 75", "exit 3"), "status 1\n"),
         (("exit 75", "kill -9 $$"), "scontrol requeue 7\n"),
         (("kill -6 $$", "exit 75"), "scontrol requeue 7\n"),
+        (("exit 75", "exit 255"), "status 1\n"),
         (("kill -9 $$", "exit 2"), "status 2\n"),
         (("exit 75", "no_such_program"), "status 127\n"),
     ],

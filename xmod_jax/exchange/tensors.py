@@ -28,6 +28,7 @@ DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat
 _READABLE = ("F64", "F32", "F16", "BF16")  # what safetensors calls the types that are read
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _PICKLED = "pickled weights are not read, as they may run code"
+_POINTER = b"version https://git-lfs"  # how what Git keeps in place of a large file begins
 _UNREAD = {
     ".bin": _PICKLED,
     ".pt": _PICKLED,
@@ -150,7 +151,12 @@ class TensorFolder:
         if not path.is_file():
             what = "not a file" if path.exists() else "no such file"
             raise UserError(f"{path}: {what}, {INDEX} names it")
-        path.open("rb").close()  # the library says of one without permission that it is not there
+        # The library says of one without permission that it is not there.
+        with path.open("rb") as file:
+            if file.read(len(_POINTER)) == _POINTER:
+                raise UserError(
+                    f"{path}: a pointer of Git LFS, not the weights: fetch them with git lfs pull"
+                )
         try:
             return library().safe_open(path, framework="np")
         except self._error as error:

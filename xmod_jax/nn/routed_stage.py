@@ -142,17 +142,18 @@ def routed_stage(
     options: dict[str, Any] = {"sparsity": sparsity, "bias_scale": bias_scale}
     count = routing.capacity(x_BLD.shape[1], sparsity)
 
-    def run(x_BLD: jax.Array, rest: Any) -> StageOutput:
+    def run(x_BLD: jax.Array, rest: Any) -> tuple[jax.Array, ...]:
         params, router_SD, positions, valid_BL = rest
         layers = closures_as_params(Layers(update, params), router_SD, x_BLD, positions, count)
         params, router_NSD = jax.tree.map(lambda leaf: leaf[None], (layers.params, router_SD))
         out = routed_stages(
             layers.update, params, router_NSD, x_BLD, positions, valid_BL=valid_BL, **options
         )
-        return StageOutput(out.x_BLD, *(field[0] for field in out[1:]))
+        return out.x_BLD, *(field[0] for field in out[1:])
 
     rest = params, router_SD, positions, valid_BL
-    return without_explicit_axes(run, x_BLD, rest, StageOutput)
+    found = without_explicit_axes(run, x_BLD, rest, len(StageOutput._fields))
+    return StageOutput(*found)
 
 
 def routed_stages(

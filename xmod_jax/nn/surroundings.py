@@ -6,7 +6,7 @@ Shapes: B batch, L context, C rows of a sequence, D width, S sparse layers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from xmod_jax.nn.stage_arguments import check_function, check_rows, varying_axes
-
-T = TypeVar("T", bound=NamedTuple)  # type: ignore[valid-type]
 
 
 class Layers(NamedTuple):
@@ -81,18 +79,19 @@ def _like(leaf: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
 
 
 def without_explicit_axes(
-    run: Callable[[jax.Array, Any], T], x_BLD: jax.Array, rest: Any, output: Any
-) -> T:
+    run: Callable[[jax.Array, Any], tuple[Any, ...]], x_BLD: jax.Array, rest: Any, returned: int
+) -> tuple[Any, ...]:
     """``run(x_BLD, rest)``, where the compiler chooses the shardings along every axis of a mesh.
 
     Along axes that a mesh calls explicit, as `jax.make_mesh` does by default, JAX would have to be
     told the sharding of every gather.
 
     Args:
-      run: what a stage does.
+      run: what a stage does; returns a tuple of arrays, the stream first. That keeps its sharding,
+        the others get none.
       x_BLD: the stream.
       rest: pytree of arrays.
-      output: what `run` returns, the stream first: that keeps its sharding, the others get none.
+      returned: how many arrays `run` returns.
     """
     types = [jax.typeof(leaf) for leaf in jax.tree.leaves((x_BLD, rest))]
     meshes = [kind.sharding.mesh for kind in types]
@@ -102,6 +101,6 @@ def without_explicit_axes(
     axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
     explicit = tuple(name for name, kind in axes if kind == AxisType.Explicit)
     spec = types[0].sharding.spec if meshes[0] == mesh else P()
-    specs = spec, *[P()] * (len(output._fields) - 1)
-    shardings = output(*(NamedSharding(mesh, each) for each in specs))
+    stream, others = (NamedSharding(mesh, each) for each in (spec, P()))
+    shardings = (stream, *[others] * (returned - 1))
     return jax.sharding.auto_axes(run, axes=explicit, out_sharding=shardings)(x_BLD, rest)

@@ -91,15 +91,16 @@ def threshold_stage(
     check_stage(*arguments, "S", threshold_S)
     options: dict[str, Any] = {"sparsity": sparsity, "bias_scale": bias_scale}
 
-    def run(x_BLD: jax.Array, rest: Any) -> ThresholdOutput:
+    def run(x_BLD: jax.Array, rest: Any) -> tuple[jax.Array, ...]:
         positions, valid_BL, *stacks = rest
         params, router_NSD, threshold_NS = jax.tree.map(lambda leaf: leaf[None], stacks)
         stage = (params, router_NSD, x_BLD, positions, threshold_NS)
         out = threshold_stages(update, *stage, valid_BL=valid_BL, **options)
-        return ThresholdOutput(out.x_BLD, out.routed_S[0], *(field[0, 0] for field in out[2:]))
+        return out.x_BLD, out.routed_S[0], *(field[0, 0] for field in out[2:])
 
     rest = positions, valid_BL, params, router_SD, threshold_S
-    return without_explicit_axes(run, x_BLD, rest, ThresholdOutput)
+    found = without_explicit_axes(run, x_BLD, rest, len(ThresholdOutput._fields))
+    return ThresholdOutput(*found)
 
 
 def threshold_stages(
