@@ -103,7 +103,7 @@ class Experiment:
                 parts["data"] = DataConfig(data)
             if keep_products is not None:
                 parts["execution"] = dataclasses.replace(run.execution, keep_products=keep_products)
-            run = _budgeted(dataclasses.replace(run, **parts), budget)
+            run = budgeted(dataclasses.replace(run, **parts), budget)
             first = run.train.seed if seed is None else seed
             if first + seeds - 1 > MAX_SEED:
                 raise UserError(f"{seeds} seeds from {first} on go beyond {MAX_SEED}")
@@ -114,7 +114,7 @@ class Experiment:
         return dataclasses.replace(self, runs=runs)
 
 
-def _budgeted(run: RunConfig, factor: float) -> RunConfig:
+def budgeted(run: RunConfig, factor: float) -> RunConfig:
     """The run with `factor` times its steps: a dense one rounded up, the others down.
 
     The dense curve then still covers every run, as `accounting.steps_for_flops` has it.
@@ -136,6 +136,7 @@ def _budgeted(run: RunConfig, factor: float) -> RunConfig:
     }
     return dataclasses.replace(
         run,
+        budget=run.budget * factor,
         train=dataclasses.replace(run.train, steps=whole),
         execution=dataclasses.replace(run.execution, **every),
     )

@@ -290,6 +290,8 @@ def _command(name: str, run: RunRecord, workdir: pathlib.Path) -> str:
         "data": config.data.source,
         "workdir": workdir,
     }
+    if config.budget != 1:
+        parts["budget"] = f"{config.budget!r}"
     if config.execution.keep_products:
         parts["keep_products"] = "true"
     if config.start is not None and name == "train":

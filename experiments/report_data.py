@@ -231,6 +231,7 @@ def defined_today(run: RunRecord) -> bool:
     today = _definition(config.experiment, config.scale).get(config.name)
     if today is None:
         return False
+    today = registry.budgeted(today, config.budget)
     train = dataclasses.replace(today.train, seed=config.train.seed)
     today = dataclasses.replace(today, train=train, data=config.data, start=config.start)
     return config_hash(today) == run.hash

@@ -408,6 +408,7 @@ class RunConfig:
       data: what it is trained and evaluated on.
       start: weights that it starts from; None: random ones.
       execution: how it is executed.
+      budget: factor of the scale's compute that its steps come from; a label.
     """
 
     experiment: str
@@ -420,6 +421,7 @@ class RunConfig:
     data: DataConfig = DataConfig()
     start: Start | None = dataclasses.field(default=None, metadata=_ADDED)
     execution: Execution = Execution()
+    budget: float = dataclasses.field(default=1.0, metadata=_ADDED)
 
     def __post_init__(self) -> None:
         settle(self)

@@ -91,7 +91,7 @@ def test_moe_is_compared_with_dense_at_equal_flops(tmp_path):
 
 def test_seeds_become_mean_and_spread(tmp_path):
     folders = [_sweep(tmp_path / f"w{seed}", "k_sweep_32k", seed) for seed in (0, 1)]
-    path = tmp_path / "w1" / "xmod_a1k8"
+    path = tmp_path / "w1" / "xmod_a1k8_seed1"
     shifted = json.loads((path / records.EVAL).read_text()) | {"loss_calibrated": 2.2}
     (path / records.EVAL).write_text(json.dumps(shifted) + "\n")
     records.mark_done(path, shifted)
@@ -210,7 +210,8 @@ def test_runs_of_an_older_definition_are_pointed_out(tmp_path):
 
 
 def test_rerun_commands_carry_what_changes_the_run(tmp_path):
-    run = registry.get("k_sweep_32k", "mini").override(seed=3, keep_products=True).run("xmod_a1k4")
+    plain = registry.get("k_sweep_32k", "mini")
+    run = plain.override(seed=3, keep_products=True, budget=0.7).run("xmod_a1k4")
     start = Start("/runs/the dense", "0123456789abcdef", 8, SparseStart.COPIED)
     records.prepare(tmp_path / run.name, dataclasses.replace(run, start=start))
     page = html.unescape(_page(str(tmp_path)))
@@ -219,7 +220,8 @@ def test_rerun_commands_carry_what_changes_the_run(tmp_path):
         line for line in page.splitlines() if f"--workdir={tmp_path}" in line and "--seed" in line
     )
     for command in (sweep, single):
-        assert "--seed=3" in command and "--keep_products=true" in command
+        for flag in ("--seed=3", "--keep_products=true", "--budget=0.7"):
+            assert flag in command
     assert "--start_from='/runs/the dense' --start_sparse=copied" in single
     assert "--run=xmod_a1k4" in single and "--start_from" not in sweep
 
