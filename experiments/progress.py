@@ -74,8 +74,9 @@ class Display:
             bar_format=_FORMAT,
             unit_scale=True,
             file=self._stream,
-            # A log file gets a line now and then, not ten a second.
+            # A log file gets a line now and then, not ten a second, and no moves of a cursor.
             mininterval=0.1 if terminal else 30,
+            position=None if terminal else 0,
         ) as bar:
 
             def update(progress: Progress) -> None:
