@@ -106,6 +106,7 @@ _SETTINGS = (
     "jax_default_matmul_precision",
     "jax_default_prng_impl",
     "jax_threefry_partitionable",
+    "jax_disable_jit",  # else one would run operations that the others never join
 )
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
 
@@ -125,6 +126,9 @@ def started_with() -> dict[str, str]:
         found["--start_from"] = "given" if flags.FLAGS["start_from"].value else "not given"
     found["the code in experiments and xmod_jax"] = code_hash()
     found |= {f"the version of {name}": metadata.version(name) for name in _PACKAGES}
+    # Each may write down its programs in a place of its own.
+    flags_of_xla = os.environ.get("XLA_FLAGS", "").split()
+    found["XLA_FLAGS"] = " ".join(f for f in flags_of_xla if "dump" not in f) or "not given"
     return found | {name.upper(): _shown(getattr(jax.config, name)) for name in _SETTINGS}
 
 

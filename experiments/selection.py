@@ -58,20 +58,24 @@ _BUDGET = flags.DEFINE_float(
 )
 
 
-def selected(default_scale: str = AUTO, looks: bool = True, seeds: int = 1) -> Experiment:
+def selected(
+    default_scale: str = AUTO, looks: bool = True, checks_data: bool = True, seeds: int = 1
+) -> Experiment:
     """The experiment that the flags choose; an automatic scale is told on stderr with its reason.
 
     Args:
       default_scale: where the flag is not given.
       looks: whether an automatic scale may look at the devices, after which processes can no
         longer meet and no other devices be described.
+      checks_data: whether --data must be there; what one of several processes does not find is told
+        once they have met, so that the others hear of it.
       seeds: how many seeds each run has.
 
     Raises:
       UserError: no experiment given, it or its scale unknown or not to be found out, or --data not
         there.
     """
-    if _DATA.value:
+    if _DATA.value and checks_data:
         sources.check(DataConfig(_DATA.value))
     if not _EXPERIMENT.value:
         raise UserError(f"--experiment is missing; known: {', '.join(registry.names())}")

@@ -53,18 +53,20 @@ flags.adopt_module_key_flags(cluster)
 
 def main() -> int:
     """Plans, trains, reports."""
-    experiment = selection.selected(looks=cluster.alone(), seeds=_SEEDS.value)
-    experiment = runner.with_starts(runner.with_data(experiment), _WORKDIR.value)
+    alone = cluster.alone()
+    experiment = selection.selected(
+        looks=alone, checks_data=alone or _DRY_RUN.value, seeds=_SEEDS.value
+    )
     runs = planning.shard(experiment.select(_ONLY.value), _SHARD.value)
     cluster.check(runs)
-    workdir = runner.choose_workdir(experiment, _WORKDIR.value)
     if not runs:
         print(f"--shard={_SHARD.value} has no run: there are fewer runs than shards")
         return 0
     if _DRY_RUN.value:
-        _show(experiment, runs, workdir)
+        _show(*_found(experiment))
         return 0
     with cluster.joined() as watch:
+        experiment, runs, workdir = _found(experiment)
         # Before the plan, which waits for the devices of those that wait here.
         runner.agree(watch.processes, runs, workdir)
         if watch.processes.leads:
@@ -77,6 +79,17 @@ def main() -> int:
     from experiments import summary  # only now: a plan or a mistake needs none of what it loads
 
     return summary.report(experiment, workdir, outcome)
+
+
+def _found(experiment: Experiment) -> tuple[Experiment, Sequence[RunConfig], pathlib.Path]:
+    """The experiment with its data and starts, the runs of it to train, and their folder.
+
+    Of several processes one alone may meet a mistake there: the others hear of it once they have
+    met.
+    """
+    experiment = runner.with_starts(runner.with_data(experiment), _WORKDIR.value)
+    runs = planning.shard(experiment.select(_ONLY.value), _SHARD.value)
+    return experiment, runs, runner.choose_workdir(experiment, _WORKDIR.value)
 
 
 def _train(

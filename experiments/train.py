@@ -48,14 +48,15 @@ flags.adopt_module_key_flags(cluster)
 
 def main() -> int:
     """Trains the run; prints its last evaluation as JSON."""
-    experiment = selection.selected(looks=cluster.alone())
+    alone = cluster.alone()
+    experiment = selection.selected(looks=alone, checks_data=alone)
     if not _RUN.value:
         raise UserError(f"--run is missing; known: {', '.join(r.name for r in experiment.runs)}")
     cluster.check([experiment.run(_RUN.value)])
     if flags.FLAGS["start_sparse"].present and not _START_FROM.value:
         raise UserError("--start_sparse says how --start_from=RUN_DIR begins: give that too")
-    experiment = runner.with_starts(runner.with_data(experiment), _WORKDIR.value)
     with cluster.joined() as watch:
+        experiment = runner.with_starts(runner.with_data(experiment), _WORKDIR.value)
         if _START_FROM.value:  # reads checkpoints, before which processes must have met
             source = pathlib.Path(_START_FROM.value)
             experiment = runner.start_from(experiment, _RUN.value, source, _START_SPARSE.value)

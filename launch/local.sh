@@ -136,7 +136,8 @@ update_environment() {
 }
 
 (($#)) || refuse "usage: launch/local.sh COMMAND [ARGUMENT ...], such as launch/local.sh pytest"
-unset PYTHONHOME CDPATH # for another Python; for another shell
+# For another Python; for another shell; it keeps `python -m` from the checkout that it runs from.
+unset PYTHONHOME CDPATH PYTHONSAFEPATH
 venv=${XMOD_VENV:-}
 [[ -z $venv || $venv == /* || $venv == *://* ]] || venv=$PWD/$venv
 script=$(readlink -f -- "${BASH_SOURCE[0]}")

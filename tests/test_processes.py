@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import pytest
 
+from experiments import cluster
 from tests.devices import ROOT, coordinator, environment
 from tests.test_slurm import STEP
 from tests.training import small
@@ -235,6 +236,25 @@ def test_processes_of_different_code_are_refused(tmp_path):
     statuses, lines = ends(children)
     assert statuses == [2, 2], lines
     assert all("the code in experiments and xmod_jax is" in line for line in lines)
+
+
+@pytest.mark.parametrize("command", ["train --run=dense", "sweep --only=dense"])
+def test_when_one_does_not_find_the_data_the_others_end_with_it(command, tmp_path):
+    name, flag = command.split()
+    own = (("--data=embedded",), (f"--data={tmp_path}/elsewhere",))
+    statuses, lines = ends(commands(name, flag, f"--workdir={tmp_path}/w", own=own))
+    assert statuses == [2, 2], lines
+    assert "process 1 ended with status 2" in lines[0] and "no such data" in lines[1]
+    assert not (tmp_path / "w").exists()
+
+
+def test_what_a_program_is_compiled_by_is_compared(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/tmp/0 --xla_cpu_enable_fast_math=false")
+    with jax.disable_jit():
+        found = cluster.started_with()
+    assert found["XLA_FLAGS"] == "--xla_cpu_enable_fast_math=false"
+    assert found["JAX_DISABLE_JIT"] == "True"
+    assert cluster.started_with()["JAX_DISABLE_JIT"] == "False"
 
 
 def test_a_work_directory_that_is_not_one_folder_is_refused_and_nothing_is_left(tmp_path):

@@ -237,6 +237,13 @@ def test_home_of_another_python_does_not_reach_the_command(checkout: _Checkout) 
     assert checkout.run(*probe, **elsewhere)[:2] == (0, f"none {checkout.venv}\n")
 
 
+def test_the_command_finds_the_checkouts_modules_whatever_python_is_told(
+    checkout: _Checkout,
+) -> None:
+    probe = ("bash", "-c", 'echo "${PYTHONSAFEPATH-none}"')
+    assert checkout.run(*probe, PYTHONSAFEPATH="1")[:2] == (0, "none\n")
+
+
 @pytest.mark.parametrize("folder", ["gs://bucket/venv", "/tmp/a:b"])
 def test_a_folder_that_no_path_can_name_is_refused(checkout: _Checkout, folder: str) -> None:
     _assert_refused(checkout.run("true", XMOD_VENV=folder), f"{folder} cannot hold")

@@ -31,11 +31,11 @@ def texts(path: str, field: str) -> Iterator[tuple[float, list[bytes | None]]]:
             _check(path, field, file.schema_arrow)
             rows, done = max(file.metadata.num_rows, 1), 0
             for batch in file.iter_batches(_ROWS, columns=[field], use_threads=False):
-                # As bytes, since the library does not look whether a string is UTF-8.
-                # A column `a.b` is asked for together with a field `b` of a column `a`.
+                # By name: with a column `a.b` comes what a field `b` of a column `a` holds.
                 column: Any = batch.column(field)
                 if isinstance(column, pyarrow.ExtensionArray):
                     column = column.storage
+                # As bytes, since the library does not look whether a string is UTF-8.
                 values = column.cast(pyarrow.large_binary()).to_pylist()
                 done += len(values)
                 yield done / rows, values
