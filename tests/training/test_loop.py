@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 
+import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -288,6 +289,29 @@ def test_parameters_that_are_not_finite_are_named_when_a_checkpoint_is_read(valu
     ):
         checkpoints.restore(abstract_state(config))
     assert (directory / "checkpoints" / "0").is_dir()
+
+
+def test_an_optimiser_that_is_not_finite_is_named_by_who_goes_on_with_it_alone(tmp_path):
+    config = small.run()
+    records.prepare(tmp_path, config)
+    state = initial_state(config)
+    leaves, structure = jax.tree.flatten(state.optimizer)
+    where = next(n for n, leaf in enumerate(leaves) if leaf.dtype == np.float32)
+    leaves[where] = leaves[where].at[...].set(np.nan)
+    with Checkpoints(tmp_path, config) as checkpoints:
+        checkpoints.save(
+            dataclasses.replace(state, optimizer=jax.tree.unflatten(structure, leaves)), {}
+        )
+    like = abstract_state(config)
+    with (
+        Checkpoints(tmp_path, config, read_only=True) as checkpoints,
+        pytest.raises(UserError, match=r"the state optimizer.* that are not finite"),
+    ):
+        checkpoints.restore(like)
+    with Checkpoints(tmp_path, config, read_only=True) as checkpoints:
+        checkpoints.restore(
+            dataclasses.replace(like, optimizer=None)
+        )  # generation reads no optimiser
 
 
 def test_when_no_checkpoint_can_be_read_nothing_is_touched(dying):

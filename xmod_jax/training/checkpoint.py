@@ -258,7 +258,7 @@ class Checkpoints:
 
         Raises:
           UserError: it belongs to another architecture or other data, naming the difference; it
-            holds parameters that are not finite, naming them; the disk does not give it; or no
+            holds numbers that are not finite, naming them; the disk does not give it; or no
             checkpoint can be read.
         """
         damaged = {}
@@ -366,17 +366,19 @@ class Checkpoints:
             )
 
     def _check_finite(self, state: TrainState, step: int) -> None:
-        """Refuses parameters that are not finite: a router of NaNs, say, would route nothing."""
+        """Refuses a state that is not finite: a router of NaNs, say, would route nothing."""
         # A local array is looked at where it lies; what other processes hold too, by a program.
         alone = jax.default_backend() == "cpu" and self._processes.count == 1
         isfinite = (lambda leaf: np.isfinite(np.asarray(leaf))) if alone else jnp.isfinite
         read = named_leaves(state.model)
         read |= {f"thresholds{n}": leaf for n, leaf in named_leaves(state.thresholds).items()}
+        read |= {f"optimizer{n}": leaf for n, leaf in named_leaves(state.optimizer).items()}
         wrong = [name for name, leaf in read.items() if not isfinite(leaf).all()]
         if wrong:
             more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+            what = "the state" if wrong[0].startswith("optimizer") else "the parameter"
             raise UserError(
-                f"{self._folder / str(step)}: the parameter {wrong[0]}{more} holds numbers that "
+                f"{self._folder / str(step)}: {what} {wrong[0]}{more} holds numbers that "
                 "are not finite: remove that checkpoint, and the one before is used"
             )
 
