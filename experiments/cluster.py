@@ -95,7 +95,7 @@ def joined() -> Iterator[Watch]:
             import jax
 
             # Where there are none, that is told before a folder is made.
-            if jax.device_count() > 1 and jax.config.jax_disable_jit:
+            if jax.device_count() > 1 and jax.config.values["jax_disable_jit"]:
                 raise UserError(
                     "JAX_DISABLE_JIT: several devices train by one compiled program: unset it"
                 )
