@@ -24,6 +24,7 @@ from experiments import cli
 from experiments.progress import Display
 from experiments.runner import Trainer
 from xmod_jax.config import RunConfig
+from xmod_jax.errors import UserError
 from xmod_jax.processes import Processes
 from xmod_jax.training.preemption import Watch
 
@@ -94,7 +95,11 @@ def joined() -> Iterator[Watch]:
         with processes.meeting(cli.abandon, what, lambda: watch.arrived):
             import jax
 
-            jax.devices()  # where there are none, that is told before a folder is made
+            # Where there are none, that is told before a folder is made.
+            if jax.device_count() > 1 and jax.config.values["jax_disable_jit"]:
+                raise UserError(
+                    "JAX_DISABLE_JIT: several devices train by one compiled program: unset it"
+                )
             yield watch
 
 

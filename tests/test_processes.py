@@ -248,6 +248,28 @@ def test_when_one_does_not_find_the_data_the_others_end_with_it(command, tmp_pat
     assert not (tmp_path / "w").exists()
 
 
+def test_processes_that_compile_nothing_are_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv("JAX_DISABLE_JIT", "1")
+    statuses, lines = ends(commands("train", "--run=dense", f"--workdir={tmp_path}/w"))
+    assert statuses == [2, 2], lines
+    assert all("JAX_DISABLE_JIT" in line or "ended with status 2" in line for line in lines)
+    assert "unset it" in "".join(lines) and not (tmp_path / "w").exists()
+
+
+def test_several_devices_of_one_process_that_compiles_nothing_are_refused(tmp_path):
+    command = ["-m", "experiments.train", "--experiment=k_sweep_32k", "--scale=mini", "--run=dense"]
+    done = subprocess.run(
+        [sys.executable, *command, f"--workdir={tmp_path}/w"],
+        cwd=ROOT,
+        env=environment(2) | {"JAX_DISABLE_JIT": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 2 and "JAX_DISABLE_JIT" in done.stderr.splitlines()[-1]
+    assert not (tmp_path / "w").exists()
+
+
 def test_what_a_program_is_compiled_by_is_compared(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/tmp/0 --xla_cpu_enable_fast_math=false")
     with jax.disable_jit():
