@@ -117,10 +117,18 @@ def test_a_job_that_makes_no_progress_is_queued_again_once(batch):
 def test_a_job_whose_starts_cannot_be_counted_is_not_queued_for_ever(batch, tmp_path):
     (tmp_path / "file").touch()
     nowhere = str(tmp_path / "file" / "attempts")
-    out, errors = ended(batch("exit 75", XMOD_ATTEMPTS=nowhere))
-    assert out == "status 1\n" and f"cannot be noted in {nowhere}" in errors
+    out, errors = ended(batch("echo trained; exit 75", XMOD_ATTEMPTS=nowhere))
+    assert out == "status 2\n" and f"{nowhere} cannot be written to" in errors
+    # One that could be written to when the job began.
+    full = tmp_path / "full"
+    ended(batch("exit 75", XMOD_ATTEMPTS=str(full)))
+    (known,) = full.glob(".attempt_*.left")
+    known.unlink()
+    known.mkdir()
+    out, errors = ended(batch("exit 75", XMOD_ATTEMPTS=str(full)))
+    assert out == "status 1\n" and f"cannot be noted in {full}" in errors
     # One that was asked to leave has done its time, and goes on.
-    with batch(_LISTENS, XMOD_ATTEMPTS=nowhere) as shell:
+    with batch(_LISTENS, XMOD_ATTEMPTS=str(full)) as shell:
         assert shell.stdout is not None and shell.stdout.readline() == "ready\n"
         shell.send_signal(signal.SIGTERM)
         assert shell.stdout.read() == "scontrol requeue 7\n"
