@@ -108,7 +108,9 @@ class Experiment:
             if first + seeds - 1 > MAX_SEED:
                 raise UserError(f"{seeds} seeds from {first} on go beyond {MAX_SEED}")
             for number in range(first, first + seeds):
-                yield dataclasses.replace(run, train=dataclasses.replace(run.train, seed=number))
+                train = dataclasses.replace(run.train, seed=number)
+                suffix = f"_seed{number}" if number > first else ""
+                yield dataclasses.replace(run, train=train, suffix=suffix)
 
         runs = tuple(new for run in self.runs for new in changed(run))
         return dataclasses.replace(self, runs=runs)

@@ -79,14 +79,8 @@ def choose_workdir(experiment: Experiment, given: str | None) -> pathlib.Path:
 
 
 def directory_of(workdir: pathlib.Path, run: RunConfig) -> pathlib.Path:
-    """The directory of a run in its work directory: `RunConfig.folder`.
-
-    Earlier versions named it after the run alone, whatever its seed; such a one is found.
-    """
-    directory, plain = workdir / run.folder, workdir / run.name
-    if directory == plain or directory.exists() or not (plain / records.CONFIG).is_file():
-        return directory
-    return plain if RunRecord.load(plain).config.train.seed == run.train.seed else directory
+    """The directory of a run in its work directory."""
+    return workdir / run.folder
 
 
 def with_data(experiment: Experiment) -> Experiment:

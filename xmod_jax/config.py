@@ -409,6 +409,8 @@ class RunConfig:
       start: weights that it starts from; None: random ones.
       execution: how it is executed.
       budget: factor of the scale's compute that its steps come from; a label.
+      suffix: what sets its directory apart from that of the same run with a sweep's first seed, for
+        instance ``"_seed1"``; a label.
     """
 
     experiment: str
@@ -422,6 +424,7 @@ class RunConfig:
     start: Start | None = dataclasses.field(default=None, metadata=_ADDED)
     execution: Execution = Execution()
     budget: float = dataclasses.field(default=1.0, metadata=_ADDED)
+    suffix: str = dataclasses.field(default="", metadata=_ADDED)
 
     def __post_init__(self) -> None:
         settle(self)
@@ -433,9 +436,8 @@ class RunConfig:
 
     @property
     def folder(self) -> str:
-        """The name of its run directory in a sweep: its own, with its seed unless that is 0."""
-        seed = self.train.seed
-        return f"{self.name}_seed{seed}" if seed else self.name
+        """The name of its run directory in a sweep."""
+        return self.name + self.suffix
 
     @property
     def micro_batch(self) -> int:

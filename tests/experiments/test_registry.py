@@ -226,7 +226,7 @@ def test_seeds_stand_one_after_another_and_are_found_by_the_runs_name():
     assert [(run.name, run.train.seed) for run in experiment.runs] == [
         (run.name, seed) for run in plain.runs for seed in (3, 4)
     ]
-    assert [run.folder for run in experiment.select(["dense"])] == ["dense_seed3", "dense_seed4"]
+    assert [run.folder for run in experiment.select(["dense"])] == ["dense", "dense_seed4"]
     assert experiment.run("dense").train.seed == 3
     with pytest.raises(UserError, match="2 seeds from 4294967295 on go beyond 4294967295"):
         plain.override(seed=2**32 - 1, seeds=2)

@@ -91,7 +91,7 @@ def test_moe_is_compared_with_dense_at_equal_flops(tmp_path):
 
 def test_seeds_become_mean_and_spread(tmp_path):
     folders = [_sweep(tmp_path / f"w{seed}", "k_sweep_32k", seed) for seed in (0, 1)]
-    path = tmp_path / "w1" / "xmod_a1k8_seed1"
+    path = tmp_path / "w1" / "xmod_a1k8"
     shifted = json.loads((path / records.EVAL).read_text()) | {"loss_calibrated": 2.2}
     (path / records.EVAL).write_text(json.dumps(shifted) + "\n")
     records.mark_done(path, shifted)

@@ -196,6 +196,7 @@ def test_a_work_directory_of_something_else_is_refused_in_one_line(tmp_path):
     assert choose_workdir(EXPERIMENT, str(tmp_path)) == tmp_path
     (tmp_path / "file").touch()
     for other, where, told in [
+        (EXPERIMENT.override(seed=5), tmp_path, r"train\.seed is 0 there, 5 here"),
         (EXPERIMENT.override(budget=2.0), tmp_path, r"train\.steps is \d+ there, \d+ here"),
         (registry.get("main_556m", "mini"), tmp_path, "holds k_sweep_32k at mini scale"),
         (registry.get("k_sweep_32k", "paper"), tmp_path, "holds k_sweep_32k at mini scale"),
@@ -214,11 +215,6 @@ def test_every_seed_has_a_directory_of_its_own(tmp_path):
     assert (tmp_path / "dense" / records.DONE).exists()
     other = records.RunRecord.load(tmp_path / "dense_seed1")
     assert other.config.train.seed == 1 and other.config.name == "dense"
-    # Seed 7 of an earlier version, which named directories after the run alone.
-    run = EXPERIMENT.override(seed=7).runs[0]
-    records.prepare(tmp_path / "old" / run.name, run)
-    assert runner.directory_of(tmp_path / "old", run) == tmp_path / "old" / run.name
-    assert runner.directory_of(tmp_path / "new", run) == tmp_path / "new" / f"{run.name}_seed7"
 
 
 def test_sweep_json_names_every_run_with_its_hash(tmp_path):

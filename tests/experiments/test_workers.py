@@ -20,7 +20,8 @@ from xmod_jax.training.checkpoint import NEWEST
 from xmod_jax.training.preemption import Preempted
 
 RUNS = tuple(
-    dataclasses.replace(small.run("dense", steps=3, seed=seed), name="dense") for seed in (0, 1)
+    dataclasses.replace(small.run("dense", steps=3, seed=s), name="dense", suffix=suffix)
+    for s, suffix in ((0, ""), (1, "_seed1"))
 )
 needs_two_cores = pytest.mark.skipif(len(workers.cores()) < 2, reason="one core")
 
@@ -55,7 +56,7 @@ def test_a_mistake_that_a_worker_finds_ends_the_sweep_in_its_words(tmp_path):
 
 @needs_two_cores
 def test_a_worker_that_is_killed_is_told_and_the_other_saves(tmp_path, monkeypatch):
-    long = [dataclasses.replace(small.run("dense", steps=10**6, seed=s), name="d") for s in (0, 1)]
+    long = [dataclasses.replace(small.run("dense", steps=10**6), name=name) for name in "ab"]
     killed = threading.Event()
     display = Display(long, io.StringIO(), 2)
     begin = workers._Worker._begin
@@ -73,7 +74,7 @@ def test_a_worker_that_is_killed_is_told_and_the_other_saves(tmp_path, monkeypat
 
 @needs_two_cores
 def test_a_sweep_that_is_asked_to_leave_saves_both_runs(tmp_path, monkeypatch):
-    long = [dataclasses.replace(small.run("dense", steps=10**6, seed=s), name="d") for s in (0, 1)]
+    long = [dataclasses.replace(small.run("dense", steps=10**6), name=name) for name in "ab"]
     step = workers._Worker._step
     stepping: set[object] = set()
 
