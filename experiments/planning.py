@@ -6,7 +6,7 @@ import pathlib
 import re
 from collections.abc import Sequence
 
-from experiments import description, estimate, runner, tables
+from experiments import description, estimate, tables
 from xmod_jax import records
 from xmod_jax.config import RunConfig
 from xmod_jax.errors import UserError
@@ -24,15 +24,15 @@ def shard(runs: Sequence[RunConfig], text: str) -> Sequence[RunConfig]:
 def started(runs: Sequence[RunConfig], workdir: pathlib.Path) -> dict[str, RunRecord]:
     """By name, the runs that have a run directory in `workdir`, finished or not."""
     return {
-        run.folder: RunRecord.load(runner.directory_of(workdir, run))
+        run.folder: RunRecord.load(workdir / run.folder)
         for run in runs
-        if (runner.directory_of(workdir, run) / records.CONFIG).is_file()
+        if (workdir / run.folder / records.CONFIG).is_file()
     }
 
 
 def unfinished(runs: Sequence[RunConfig], workdir: pathlib.Path) -> int:
     """How many of the runs are neither done nor failed."""
-    states = [records.status(runner.directory_of(workdir, run)) for run in runs]
+    states = [records.status(workdir / run.folder) for run in runs]
     return states.count(Status.UNFINISHED)
 
 
@@ -50,7 +50,7 @@ def plan(runs: Sequence[RunConfig], workdir: pathlib.Path, workers: int = 1) -> 
     rows, left = [], 0.0
     for run in runs:
         seconds = estimate.work(run) / rate
-        status = records.status(runner.directory_of(workdir, run))
+        status = records.status(workdir / run.folder)
         left += seconds if status is Status.UNFINISHED else 0
         name, *row = description.table_row(run)
         name = run.folder if name == run.name else name

@@ -42,7 +42,7 @@ class Experiment:
     Attributes:
       name: what ``--experiment`` takes.
       scale: ``"mini"`` or ``"paper"``.
-      runs: the runs, dense reference first; no two have the same name and seed.
+      runs: the runs, dense reference first; no two have the same directory (`RunConfig.folder`).
       skipped: one line for each run that this scale cannot hold, with the reason.
     """
 

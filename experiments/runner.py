@@ -74,13 +74,8 @@ def choose_workdir(experiment: Experiment, given: str | None) -> pathlib.Path:
             f"{experiment.name} at {experiment.scale} scale: choose another folder"
         )
     for run in experiment.runs:
-        records.check_same_run(directory_of(workdir, run), run)
+        records.check_same_run(workdir / run.folder, run)
     return workdir
-
-
-def directory_of(workdir: pathlib.Path, run: RunConfig) -> pathlib.Path:
-    """The directory of a run in its work directory."""
-    return workdir / run.folder
 
 
 def with_data(experiment: Experiment) -> Experiment:
@@ -101,7 +96,7 @@ def with_starts(experiment: Experiment, given: str | None) -> Experiment:
       UserError: a run directory that cannot be read.
     """
     for run in experiment.runs:
-        directory = directory_of(_workdir(experiment, given), run)
+        directory = _workdir(experiment, given) / run.folder
         if (directory / records.CONFIG).exists():
             start = RunRecord.load(directory).config.start
             experiment = experiment.replace(dataclasses.replace(run, start=start))
@@ -155,10 +150,7 @@ def write_sweep(experiment: Experiment, workdir: pathlib.Path) -> None:
     for data in dict.fromkeys(run.data for run in experiment.runs):
         sources.check(data)
     workdir.mkdir(parents=True, exist_ok=True)
-    runs = tuple(
-        records.DeclaredRun(directory_of(workdir, run).name, config_hash(run))
-        for run in experiment.runs
-    )
+    runs = tuple(records.DeclaredRun(run.folder, config_hash(run)) for run in experiment.runs)
     records.SweepRecord(experiment.name, experiment.scale, runs).write(workdir)
 
 
@@ -270,7 +262,7 @@ def run_all(
         ended = False
         outcome.held.clear()
         for run in list(pending):
-            directory = directory_of(workdir, run)
+            directory = workdir / run.folder
             patience_s = max(0.0, until - time.monotonic()) if until else 0.0
             try:
                 status = train_one(

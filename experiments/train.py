@@ -65,7 +65,7 @@ def main() -> int:
         runner.agree(watch.processes, [run], workdir)
         write = functools.partial(runner.write_sweep, experiment, workdir)
         watch.processes.from_leader(write)
-        directory = runner.directory_of(workdir, run)
+        directory = workdir / run.folder
         display = cluster.display([run], watch)
         trainer = cluster.trainer(watch)
         status = runner.train_one(
